@@ -34,12 +34,13 @@ from remuda.adapters.system.clock import SystemClock
 from remuda.controlplane.demand.lease import BEAT_S
 from remuda.controlplane.demand.listener import CONFIG_S
 from remuda.controlplane.demand.observer import IDLE_SEARCH_S
-from remuda.domain.instance import Assignment, Instance, State, holder_id
+from remuda.domain.instance import Assignment, Instance, State
 from remuda.domain.pool_config import runner_name
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.runner_set import MAX_RUNNERS
 from remuda.domain.timestamps import to_milliseconds
 from remuda.fake_github.client import FakeGitHubClient, JobView
+from tests.support.records import set_holder
 
 SECTION = "Runner sets"
 START_LIMIT_S = 0.6
@@ -197,10 +198,8 @@ def busy_record(pool: str, number: int, runner_set: str) -> Instance:
     return idle(
         number,
         state=State.RUNNING,
-        run_id=str(number),
-        runner_set=runner_set,
-        owner=f"p-{number}/w-1",
-        provision_id=f"p-{number}",
+        holder=set_holder(runner_set, str(number), f"p-{number}"),
+        claim=f"p-{number}/w-1",
         announced_at=None,
         assignment=Assignment(url="", runner_name=name, labels=(runner_set,), repository=SCOPE, runner_id=number),
     )
@@ -208,13 +207,10 @@ def busy_record(pool: str, number: int, runner_set: str) -> Instance:
 
 def busy_provision(record: Instance) -> Provision:
     return Provision(
-        provision_id=record.provision_id,
-        run_id=holder_id(record.runner_set),
-        attempt=1,
+        holder=set_holder(record.runner_set, provision_id=record.provision_id),
         resource_class=CLASS,
         count=1,
         created_at=record.created_at,
-        runner_set=record.runner_set,
         deadline=to_milliseconds(record.threshold + timedelta(hours=1)),
         status=ProvisionStatus.COMMITTED,
         instance_ids=(record.instance_id,),

@@ -35,7 +35,7 @@ from remuda.domain.timestamps import to_milliseconds
 from remuda.ports.calls import CallCounter
 from remuda.ports.event_log import SilentEventLog
 from tests.support.fleet_servers import TOKEN, FleetInstance, FleetState, serve_fleet
-from tests.support.records import entry, instance_id
+from tests.support.records import entry, instance_id, run_holder
 from tests.support.scripted_fleet import ENVIRONMENT, ORG, tags
 
 #: Instances per provision.
@@ -262,12 +262,15 @@ async def growing_pool(environment: BenchmarkEnvironment, servers: ExternalServe
 
 
 def _running(record: Instance) -> Instance:
-    return replace(record, state=State.RUNNING, run_id="1", owner="p-1/w-1", provision_id="p-1", announced_at=None)
+    return replace(record, state=State.RUNNING, holder=run_holder("1"), claim="p-1/w-1", announced_at=None)
 
 
 def _terminated(keys: ItemKeys, number: int, now: datetime) -> list[Item]:
     terminated = replace(
-        idle(number), state=State.TERMINATED, provision_id=f"p-{number % 997}", forget_at=now + timedelta(days=30)
+        idle(number),
+        state=State.TERMINATED,
+        last_holder=run_holder("1", f"p-{number % 997}"),
+        forget_at=now + timedelta(days=30),
     )
     history = items.history_item(instance_id(number), entry(at=now), sequence=1, writer_id="w")
     return [control_item(keys, terminated), history]
@@ -275,9 +278,7 @@ def _terminated(keys: ItemKeys, number: int, now: datetime) -> list[Item]:
 
 def _settled(number: int, now: datetime) -> Provision:
     return Provision(
-        provision_id=f"p-old-{number}",
-        run_id=f"old-{number % 5_003}",
-        attempt=1,
+        holder=run_holder(f"old-{number % 5_003}", f"p-old-{number}"),
         resource_class="large",
         count=1,
         created_at=now - timedelta(days=1),

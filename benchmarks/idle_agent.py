@@ -25,6 +25,7 @@ from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.domain.instance import Assignment, Credential, Instance
 from remuda.domain.transitions import Actor, Change, Claim, advance
 from remuda.ports.poll_intervals import CONTROL, WARM_FOR_S
+from tests.support.records import run_holder
 
 #: Limits per minute, for the first ten minutes in the pool and later.
 READS_LIMIT = 250
@@ -179,9 +180,8 @@ def _claim(record: Instance) -> Change:
     now = SystemClock().now()
     credential = Credential(token="none", expires_at=now + timedelta(hours=1))  # noqa: S106 - never used
     event = Claim(
-        run_id="1",
-        owner="p-1/w-1",
-        provision_id="p-1",
+        holder=run_holder("1"),
+        claim="p-1/w-1",
         scope=SCOPE,
         tier=record.tier,
         threshold=now + timedelta(minutes=5),

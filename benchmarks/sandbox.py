@@ -35,7 +35,7 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.machine import RemovalStatus, StepResult
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
 from tests.support.agents import ID, MARGIN_S, RecordingMachine
-from tests.support.records import assignment, instance
+from tests.support.records import assignment, instance, run_holder
 from tests.support.sandbox_host import SandboxHost, missing
 from tests.support.virtual_time import until
 
@@ -270,18 +270,16 @@ class ControlPlane:
         if not self._database.instances:
             record = instance(
                 state=State.CREATED,
-                run_id="1",
-                owner="p-1/a",
-                provision_id="p-1",
+                holder=run_holder("1"),
+                claim="p-1/a",
                 threshold=threshold,
                 assignment=assignment(1),
             )
             await self._store.apply(create(record, by=Actor.PROVISION, why="benchmark"))
         else:
             claim = Claim(
-                run_id="1",
-                owner="p-1/a",
-                provision_id="p-1",
+                holder=run_holder("1"),
+                claim="p-1/a",
                 scope="octo/repo",
                 tier=self._record.tier,
                 threshold=threshold,
@@ -290,7 +288,7 @@ class ControlPlane:
             )
             await self._apply(claim, Actor.PROVISION)
         report = await self._signal(Signal.UD_REG_OK)
-        await self._apply(Commit(owner=self._record.owner, report=report, max_runtime_s=3_600.0), Actor.PROVISION)
+        await self._apply(Commit(claim=self._record.claim, report=report, max_runtime_s=3_600.0), Actor.PROVISION)
 
     async def release(self) -> None:
         credential = Credential(token="none", expires_at=self._clock.now() + timedelta(hours=1))  # noqa: S106  # unused

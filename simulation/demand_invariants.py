@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from remuda.controlplane.operator import OperatorAction
 from remuda.domain.instance import Instance, State, decide_retirement
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision
 from remuda.domain.runner_set import RunnerSet
 from remuda.ports.compute import POOL_TAG, LaunchRequest
 from simulation.demand_liveness import DemandLiveness
@@ -221,7 +220,7 @@ class DemandInvariants:
     def changed_while_running(self, before: Instance, after: Instance) -> Found:
         """A runner of a set is renewed while it listens, and bound once, to a job that has started on it."""
         self.checks += 1
-        if before.run_id == after.run_id:
+        if before.holder == after.holder:
             if before.is_bound:
                 yield "S6", "the threshold of a runner with a job was changed"
             elif after.threshold < before.threshold:
@@ -229,10 +228,10 @@ class DemandInvariants:
             return
         job = self.job_of(after)
         if before.is_bound:
-            yield "S1", f"run {before.run_id} became {after.run_id}"
+            yield "S1", f"run {before.run_id!r} became {after.run_id!r}"
         elif job is None:
             yield "S2", f"bound to run {after.run_id}, but no job has started on it"
-        elif after.run_id not in {job.run_id, "unknown"}:
+        elif after.run_id not in {job.run_id, ""}:
             yield "S2", f"bound to run {after.run_id}, but its job is of run {job.run_id}"
         elif job.is_fork and after.tier.value == "trusted":
             yield "S11", f"bound as trusted, but its job is of a fork (run {job.run_id})"
@@ -264,12 +263,6 @@ class DemandInvariants:
             return
         if not self._is_past(record.deadline(busy=True)):
             yield "D2", f"ends itself while a job of run {machine.job.run_id} runs"
-
-    def provision_released(self, provision: Provision, process: SimulatedProcess) -> Found:
-        self.checks += 1
-        for record in self._world.database.instances.values():
-            if record.provision_id == provision.provision_id and record.state is State.RUNNING:
-                yield from self.released(record, process)
 
     def _online(self, record: Instance) -> MemoryRunner | None:
         """The registration by which GitHub can give the instance a job."""

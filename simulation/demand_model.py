@@ -20,7 +20,8 @@ from remuda.agent.decide import AgentAction, Observation, next_step
 from remuda.domain.decide import next_step as decisions
 from remuda.domain.demand import DemandStatistics
 from remuda.domain.errors import IllegalTransition
-from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Instance, RetireReason, State, holder_id
+from remuda.domain.holder import SetHolder, StartedJob
+from remuda.domain.instance import ABSORBING, ASSIGNED, Assignment, Instance, RetireReason, State
 from remuda.domain.pool_config import runner_name
 from remuda.domain.resources import Tier
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
@@ -51,18 +52,20 @@ from simulation.instance_model import (
     POOL,
     ModelViolation,
     PendingWrite,
+    buried,
     new_record,
     write_of,
 )
 from simulation.invariants import STATE_ORDER, transition_violations
 
 SET = RunnerSet(name="set", labels=("set",), resource_class="large", scope="o/r", max=2)
-HOLDER = holder_id(SET.name)
 #: The run of the set's jobs.
 RUN = "7"
+HOLDER = SetHolder(name=SET.name, provision_id="own")
+#: The last holder of an instance that nobody holds: nothing distinguishes what it was held for.
+SERVED = replace(HOLDER, job=StartedJob(run_id=RUN))
 LONG_AGO = NOW - timedelta(hours=1)
 
-OPEN, COMMITTED, RELEASED = 0, 1, 2
 #: Incidents, each with a budget of one per search.
 CRASH, LOST_EVENT = 1, 2
 #: Bits of a state's number: of each machine, of the waiting jobs and the budget together, and of the budget.
@@ -83,10 +86,8 @@ class Acquisition(IntEnum):
     HOLDS = 2
     #: GitHub has registered its runner.
     REGISTERED = 3
-    #: Its runner may start; the provision is not committed yet.
-    EQUIPPED = 4
     #: GitHub has removed its registration, so that it can be released.
-    WITHDRAWN = 5
+    WITHDRAWN = 4
 
 
 class SetAgent(NamedTuple):
@@ -121,7 +122,6 @@ class MachineModel(NamedTuple):
     #: Whether the event about the job that started in this epoch is under way.
     has_event: bool = False
     acquisition: Acquisition = Acquisition.NONE
-    provision: int = RELEASED
     #: Decided by a state that has changed since.
     pending: PendingWrite | None = None
 
@@ -355,7 +355,7 @@ class DemandModel:
         record = machine.record
         if record is None:
             if machine.launched and machine.acquisition is Acquisition.NONE:
-                stone = replace(new_record("x"), state=State.TERMINATING, threshold=NOW, run_id="", assignment=None)
+                stone = buried(new_record("x"))
                 yield write_of(tombstone(stone, by=Actor.REFRESH, now=NOW, why=""), "a sweep buries it", Actor.REFRESH)
             return
         for text, by, event in self._events(machine, record, orders):
@@ -381,13 +381,16 @@ class DemandModel:
             yield "a sweep ends it: not used", Actor.REFRESH, end
         if not machine.agent.alive:
             yield "a sweep ends it: gone", Actor.REFRESH, End(reason=RetireReason.GONE)
-        if machine.provision == RELEASED and record.state in ASSIGNED:
-            yield "it is taken back", Actor.REFRESH, _release_of(record)
+        if record.state in {State.CREATED, State.CLAIMED}:
+            end = End(reason=RetireReason.EXPIRED, margin_s=LIFETIMES.margin_s)
+            yield "a sweep ends it: its time is up", Actor.REFRESH, end
         if record.state is not State.RUNNING or not record.runner_set:
             return
         if machine.has_event and machine.served == record.epoch and not record.is_bound:
             name = record.assignment.runner_name if record.assignment else ""
             yield "the listener binds it", Actor.LISTENER, _bind(runner_name=name, run_id=RUN, tier=Tier.TRUSTED)
+        if orders.release:
+            yield "the listener releases it", Actor.LISTENER, _release_of(record)
         if orders.bind:
             yield "the listener binds it late", Actor.LISTENER, _bind(report=report)
         if orders.renew:
@@ -424,18 +427,12 @@ class DemandModel:
                 change = advance(record, retire, by=Actor.LISTENER, now=NOW, why="")
                 gone = _written(gone, write_of(change, "retire", Actor.LISTENER))
             yield "GitHub removes its registration for the listener", gone, 0, 0
-        if orders.release:
-            yield "the listener releases its provision", machine._replace(provision=RELEASED), 0, 0
-        if record is not None and machine.provision == OPEN and record.state in {State.CREATED, State.CLAIMED}:
-            yield "a sweep closes its provision", machine._replace(provision=RELEASED), 0, 0
-        if record is not None and machine.provision == OPEN and record.state is State.RUNNING:
-            yield "its provision is committed", machine._replace(provision=COMMITTED), 0, 0
 
     def _acquire(self, machine: MachineModel) -> Iterator[_RawStep]:
         record = machine.record
         if record is None:
             if not machine.launched:
-                launched = machine._replace(launched=True, acquisition=Acquisition.LAUNCHED, provision=OPEN)
+                launched = machine._replace(launched=True, acquisition=Acquisition.LAUNCHED)
                 yield "the listener launches it", launched, 0, 0
             return
         if record.state is not State.IDLE or record.epoch >= self._bounds.uses:
@@ -443,7 +440,7 @@ class DemandModel:
         change = _claim(record.epoch)
         if change.condition.is_met_by(record):
             claimed = _written(machine, write_of(change, "claim", Actor.LISTENER))
-            yield "the listener claims it", claimed._replace(acquisition=Acquisition.HOLDS, provision=OPEN), 0, 0
+            yield "the listener claims it", claimed._replace(acquisition=Acquisition.HOLDS), 0, 0
 
     def _continue(self, machine: MachineModel) -> Iterator[_RawStep]:
         record = machine.record
@@ -462,7 +459,7 @@ class DemandModel:
                 yield "the listener gives up", _given_back(machine), 0, 0
             case Acquisition.REGISTERED if record is not None:
                 equip = Equip(
-                    owner=record.owner,
+                    claim=record.claim,
                     report=machine.report,
                     jit_config="jit",
                     runner_id=record.epoch,
@@ -472,16 +469,10 @@ class DemandModel:
                 if record.state in {State.CREATED, State.CLAIMED}:
                     change = advance(record, equip, by=Actor.LISTENER, now=NOW, why="")
                     equipped = _written(machine, write_of(change, "equip", Actor.LISTENER))
-                    yield "the listener equips it", equipped._replace(acquisition=Acquisition.EQUIPPED), 0, 0
+                    yield "the listener equips it", equipped._replace(acquisition=Acquisition.NONE), 0, 0
                 yield "the listener gives up", _given_back(machine), 0, 0
-            case Acquisition.EQUIPPED:
-                done = machine._replace(acquisition=Acquisition.NONE)
-                if machine.provision == OPEN:
-                    done = done._replace(provision=COMMITTED)
-                yield "the listener commits its provision", done, 0, 0
-            case Acquisition.WITHDRAWN:
-                done = machine._replace(acquisition=Acquisition.NONE, provision=RELEASED)
-                yield "the listener releases its provision", done, 0, 0
+            case Acquisition.WITHDRAWN if record is not None and record.state is not State.CREATED:
+                yield "the listener releases it", _given_back(machine), 0, 0
             case _:
                 yield "the listener stops", machine._replace(acquisition=Acquisition.NONE), 0, 0
 
@@ -670,22 +661,18 @@ def _assignment(epoch: int) -> Assignment:
 
 
 def _new_record() -> Instance:
-    return replace(
-        new_record(HOLDER), owner="own/w1", provision_id="own", runner_set=SET.name, assignment=_assignment(1)
-    )
+    return replace(new_record("own"), holder=HOLDER, assignment=_assignment(1))
 
 
 def _claim(epoch: int) -> Change:
     message = replace(_new_record(), state=State.IDLE, epoch=epoch).message()
     event = Claim(
-        run_id=HOLDER,
-        owner=f"own/w{epoch + 1}",
-        provision_id="own",
+        holder=HOLDER,
+        claim=f"own/w{epoch + 1}",
         scope="o/r",
         tier=Tier.TRUSTED,
         threshold=DEADLINE,
         assignment=_assignment(epoch + 1),
-        runner_set=SET.name,
         margin_s=LIFETIMES.margin_s,
     )
     return advance(presumed_idle(message, now=NOW), event, by=Actor.LISTENER, now=NOW, why="")
@@ -705,19 +692,22 @@ def _bind(
     )
 
 
-def _release_of(record: Instance, *, owner: str | None = None) -> Event:
+def _release_of(record: Instance, *, claim: str | None = None) -> Event:
     if record.state is State.CREATED:
-        return End(reason=RetireReason.RELEASED, owner=owner)
-    return Release(release_time_s=LIFETIMES.release_time_s, credential=None, deregistered=True, owner=owner)
+        return End(reason=RetireReason.RELEASED, claim=claim)
+    return Release(release_time_s=LIFETIMES.release_time_s, credential=None, deregistered=True, claim=claim)
 
 
 def _given_back(machine: MachineModel) -> MachineModel:
-    """One conditional write gives the machine back; then the provision is released."""
+    """One conditional write gives the machine back. A listening runner leaves only after its registration is gone."""
     record = machine.record
-    done = machine._replace(acquisition=Acquisition.NONE, provision=RELEASED)
-    if record is None or record.state not in {State.CREATED, State.CLAIMED}:
+    done = machine._replace(acquisition=Acquisition.NONE)
+    held = {State.CREATED, State.CLAIMED}
+    if machine.acquisition is Acquisition.WITHDRAWN:
+        held = {State.CLAIMED, State.RUNNING}
+    if record is None or record.state not in held:
         return done
-    event = _release_of(record, owner=record.owner)
+    event = _release_of(record, claim=record.claim)
     change = advance(record, event, by=Actor.LISTENER, now=NOW, why="")
     return _written(done, write_of(change, "give back", Actor.LISTENER))
 
@@ -788,7 +778,8 @@ def _without_unread(machine: MachineModel, record: Instance) -> MachineModel:
     agent, epoch = machine.agent, record.epoch
     is_running = record.state is State.RUNNING
     is_over = record.state in {State.RELEASING, State.IDLE}
-    record = replace(record, last_run_id="", announced_at=None, uses=0, retire_detail="")
+    last_holder = None if record.last_holder is None else SERVED
+    record = replace(record, last_holder=last_holder, announced_at=None, uses=0, retire_detail="")
     busy, listening, spent_epoch = machine.beat
     if is_over and record.retire_reason is not None:
         # It is never claimed again.
@@ -800,9 +791,8 @@ def _without_unread(machine: MachineModel, record: Instance) -> MachineModel:
         agent=agent if agent.memory is None or agent.memory[0] == epoch else agent._replace(memory=None),
         # Only a running machine is asked whether it is spent.
         beat=(busy, listening, spent_epoch if is_running and spent_epoch == epoch else 0),
-        # The next claim has its own registration and provision.
+        # The next claim has its own registration.
         registered=machine.registered if machine.registered in {epoch, agent.configured} else 0,
-        provision=RELEASED if is_over else machine.provision,
         # The event is read until the machine is bound or released, for this epoch only.
         has_event=machine.has_event and is_running and machine.served == epoch and not record.is_bound,
         served=machine.served if machine.served in {epoch, agent.configured} else 0,
@@ -821,7 +811,7 @@ def _written(machine: MachineModel, write: PendingWrite) -> MachineModel:
             raise ModelViolation(f"D2: {write.text} while it has, or may get, a job")
         if before.state is State.RUNNING and after.state is State.TERMINATING and has_job:
             raise ModelViolation(f"D2: {write.text} while it has a job")
-    bound = before is not None and before.run_id != after.run_id and after.state is State.RUNNING
+    bound = before is not None and before.holder != after.holder and after.state is State.RUNNING
     if bound and machine.served != after.epoch:
         raise ModelViolation("S2: bound, but no job has started in this epoch")
     if bound and after.run_id != RUN and after.tier is Tier.TRUSTED:

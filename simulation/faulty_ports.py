@@ -105,11 +105,10 @@ _WRITES = frozenset(
     {
         "apply",
         "apply_all",
-        "apply_with_provision",
         "put_provision",
         "replace_provision",
         "put_config",
-        "put_first_seen",
+        "put_sweep_record",
         "forget",
         "prepare",
     }

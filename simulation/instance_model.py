@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from remuda.agent.decide import MAX_FAILED_REMOVALS, AgentAction, Observation, next_step
 from remuda.domain.decide import next_step as decisions
 from remuda.domain.errors import IllegalTransition
+from remuda.domain.holder import RunHolder
 from remuda.domain.instance import (
     ABSORBING,
     ASSIGNED,
@@ -179,6 +180,10 @@ def assignment(epoch: int) -> Assignment:
     )
 
 
+def holder_of(who: str) -> RunHolder:
+    return RunHolder(run_id=who, attempt=1, provision_id=who)
+
+
 def new_record(who: str) -> Instance:
     return Instance(
         instance_id=ID,
@@ -191,21 +196,26 @@ def new_record(who: str) -> Instance:
         cpu=2,
         memory_mib=4_096,
         created_at=NOW,
-        run_id=who,
-        owner=f"{who}/w1",
-        provision_id=who,
+        holder=holder_of(who),
+        claim=f"{who}/w1",
         scope="o/r",
         tier=Tier.TRUSTED,
         assignment=assignment(1),
     )
 
 
-def owned_by(record: Instance, who: str) -> Instance:
-    """The same record with another owner."""
-    _, _, worker = record.owner.partition("/")
+def buried(record: Instance) -> Instance:
+    """The tombstone of a machine that was launched for this record."""
     return replace(
-        record, owner=f"{who}/{worker}", provision_id=who, run_id=who if record.run_id else "", last_run_id=""
+        record, state=State.TERMINATING, threshold=NOW, holder=None, last_holder=record.holder, assignment=None
     )
+
+
+def owned_by(record: Instance, who: str) -> Instance:
+    """The same record with another holder, now or last."""
+    _, _, worker = record.claim.partition("/")
+    held, last = (holder_of(who), None) if record.holder is not None else (None, holder_of(who))
+    return replace(record, claim=f"{who}/{worker}", holder=held, last_holder=last)
 
 
 def write_of(
@@ -309,8 +319,7 @@ class InstanceModel:
         record = state.record
         if record is None:
             if state.launched:
-                stone = replace(new_record(OWN), state=State.TERMINATING, threshold=NOW, run_id="", assignment=None)
-                change = tombstone(stone, by=Actor.REFRESH, now=NOW, why="")
+                change = tombstone(buried(new_record(OWN)), by=Actor.REFRESH, now=NOW, why="")
                 yield write_of(change, "a sweep writes a tombstone", Actor.REFRESH)
             return
         for text, actors, event, now, cost in self._events(state, record, released=released):
@@ -474,7 +483,7 @@ class InstanceModel:
             return state
         if record.state in ABSORBING:
             return self._ended(state, record)
-        record = replace(record, last_run_id="", announced_at=None, uses=0)
+        record = replace(record, announced_at=None, uses=0)
         if record.state in _UNTIL and record.quarantined_until is None:
             # Renewals and extensions move it, but it may pass at any time anyway.
             record = replace(record, threshold=_UNTIL[record.state])
@@ -499,7 +508,6 @@ class InstanceModel:
         plain = replace(
             record,
             threshold=NOW,
-            last_run_id="",
             retire_reason=RetireReason.EXPIRED,
             quarantined_until=None,
             run_deadline=None,
@@ -533,7 +541,7 @@ def _futures(record: Instance) -> Iterator[Instance]:
             if (state, epoch) != (record.state, record.epoch):
                 yield replace(later, threshold=NOW)
                 yield replace(later, threshold=LATER)
-                yield replace(later, owner=f"{OTHER}/w{epoch}", provision_id=OTHER, threshold=LATER)
+                yield replace(owned_by(later, OTHER), claim=f"{OTHER}/w{epoch}", threshold=LATER)
 
 
 def _observation(state: InstanceState, *, now: datetime = NOW, failed_removals: int = 0) -> Observation:

@@ -127,8 +127,8 @@ def transition_violations(before: Instance, after: Instance) -> Iterator[tuple[s
         yield "S1", f"claimed while {before.state}"
     if after.epoch != before.epoch + claimed:
         yield "S1", f"epoch {before.epoch} became {after.epoch} at {before.state} to {after.state}"
-    if not claimed and (after.owner, after.provision_id) != (before.owner, before.provision_id):
-        yield "S1", f"owner {before.owner} became {after.owner} at {before.state} to {after.state}"
+    if not claimed and (after.claim, after.provision_id) != (before.claim, before.provision_id):
+        yield "S1", f"claim {before.claim} became {after.claim} at {before.state} to {after.state}"
     if after.state is State.TERMINATED and before.state is not State.TERMINATING:
         yield "S9", f"{before.state} became terminated"
 

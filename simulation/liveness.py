@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from remuda.controlplane.refresh.ended_runs import CHECK_INTERVAL_S
 from remuda.domain.instance import State
 from remuda.domain.provision import ProvisionStatus
-from remuda.domain.reporting.ended_runs import UnreadableRepository
 from remuda.ports.compute import POOL_TAG
 from simulation.invariants import ABSORBING, SCOPE, parse_runner
 from simulation.loop import START
@@ -159,6 +158,9 @@ class LivenessInvariants:
                 if now > self._since(max(provision.deadline, written_at)) + sweeps:
                     yield "L5", f"{provision.provision_id} is {provision.status} long after its deadline", ""
                 continue
+            if provision.runner_set:
+                # A set holds its machines by their own records, which other rules judge.
+                continue
             written_at = START + timedelta(seconds=world.safety.released_at(provision.provision_id))
             released_at = max(provision.released_at or provision.deadline, written_at)
             if now <= self._since(released_at) + sweeps:
@@ -176,7 +178,7 @@ class LivenessInvariants:
         world = self._world
         patience_s = world.most("ended_run_grace_s") + CHECK_INTERVAL_S + 2 * (self._sweep_s + self._sweep_duration_s)
         # A repository whose runs could not be read is asked about again later: the time of both sweeps begins then.
-        if any(map(UnreadableRepository.parse, world.database.first_seen)):
+        if world.database.sweep.unreadable:
             self._unreadable_at = world.clock.now()
             return
         for provision in world.database.provisions.values():

@@ -54,11 +54,12 @@ _PICKUP = "remuda.controlplane.provision.pickup"
 _CREATION = "remuda.controlplane.provision.creation"
 _ROLLBACK = "remuda.controlplane.provision.rollback"
 _RELEASE = "remuda.controlplane.release"
-_SWEEP = "remuda.controlplane.refresh.sweep"
+_PROVISION_SWEEP = "remuda.controlplane.refresh.provisions"
 _ENDED_RUNS = "remuda.controlplane.refresh.ended_runs"
 _MACHINE_SWEEP = "remuda.controlplane.refresh.machines"
 _SESSION = "remuda.controlplane.demand.session"
 _LEASE = "remuda.controlplane.demand.lease"
+_ACQUISITION = "remuda.controlplane.demand.acquisition"
 _EQUIPMENT = "remuda.controlplane.demand.equipment"
 _BINDING = "remuda.controlplane.demand.binding"
 _SUPPLY = "remuda.domain.supply"
@@ -143,14 +144,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "the provisions of a newer attempt are released with the ended one",
         expression(
             _ENDED_RUNS,
-            "EndedRunSweep._check",
-            "current is not None and current.has_ended and current.attempt == ended.attempt",
-            "True",
+            "_check",
+            "waited is None or current is None or not current.has_ended or current.attempt != before.ended_attempt",
+            "waited is None",
         ),
         expression(
             _ENDED_RUNS,
-            "EndedRunSweep._release",
-            "not is_committed or provision.attempt > ended.attempt",
+            "_release",
+            "not is_committed or provision.attempt > ended.ended_attempt",
             "not is_committed",
         ),
         settings=_UNRELEASED,
@@ -194,7 +195,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "not _EPOCH.fullmatch(epoch) or not is_instance_id(instance_id)",
             "not _EPOCH.fullmatch(epoch)",
         ),
-        expression(_MACHINE_SWEEP, "StaleRegistrationSweep.run", "is_instance_id(parsed[1])", "True"),
     ),
     _mutant(
         "untrusted-and-reused",
@@ -242,10 +242,12 @@ MUTANTS: tuple[Mutant, ...] = (
         statements(
             _PROVISION,
             "_commit",
-            "running: list[Instance] = []",
-            "early = tuple(item.instance.instance_id for item in registered)\n"
+            "for result in await map_concurrently(acquired.all(), start):\n    ...",
+            "early = tuple(item.instance.instance_id for item in acquired.all())\n"
             "await record_commit(context, provision, committed(provision, early, deadline=provision.deadline))\n"
-            "running: list[Instance] = []",
+            "for result in await map_concurrently(acquired.all(), start):\n"
+            "    if isinstance(result, RemudaError):\n"
+            "        raise result",
         ),
         statements(
             _PROVISION,
@@ -285,15 +287,10 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(_SIGNALS, "removal_verdict", "Signal.UD_REMOVE_REG_REMOVE_RUN_OK", "Signal.UD_REMOVE_REG_OK"),
     ),
     _mutant(
-        "release-before-its-provision",
+        "launch-before-its-record",
         BugClass.ORDER,
-        "a machine of a set is released, but its provision is not",
-        statements(
-            _EQUIPMENT,
-            "Equipment.release",
-            "await self._leave_provision(...)",
-            "await self._transition(machine, event, why)",
-        ),
+        "machines for a set are launched while the record of their launch is still being written",
+        statements(_ACQUISITION, "_Batch._launch", "await asyncio.shield(...)", "pass"),
         settings=_SETS,
     ),
     _mutant(
@@ -323,8 +320,8 @@ MUTANTS: tuple[Mutant, ...] = (
         BugClass.STALE,
         "a sweep takes back an instance that another provision has claimed since",
         expression(
-            _SWEEP,
-            "ProvisionSweep.settle",
+            _PROVISION_SWEEP,
+            "settle",
             "instance.provision_id == provision.provision_id",
             "True",
         ),
@@ -341,9 +338,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "a run that was run again in the grace period is released although its new attempt needs the instances",
         expression(
             _ENDED_RUNS,
-            "EndedRunSweep._check",
-            "current is not None and current.has_ended and current.attempt == ended.attempt",
-            "True",
+            "_check",
+            "waited is None or current is None or not current.has_ended or current.attempt != before.ended_attempt",
+            "waited is None",
         ),
         settings=_UNRELEASED,
     ),
@@ -397,8 +394,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a machine that is missing from one list counts as gone",
         statements(
             _MACHINE_SWEEP,
-            "MachineSweep._close_if_gone",
-            "if view is None and not self._is_missing(...):\n    ...",
+            "_close_if_gone",
+            "if view is None and not _is_gone(...):\n    ...",
             "",
         ),
     ),
@@ -406,7 +403,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "ended-run-without-grace",
         BugClass.TIMER,
         "a run that has just ended is released before its own release job could come",
-        expression(_ENDED_RUNS, "EndedRunSweep._check", "waited < self._grace", "waited < 0 * self._grace"),
+        expression(_ENDED_RUNS, "_check", "waited < grace", "waited < 0 * grace"),
         settings=_UNRELEASED,
     ),
     _mutant(
@@ -446,7 +443,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "ended-and-never-released",
         BugClass.LIVENESS,
         "a run that ends without a release keeps its instances until its maximum runtime",
-        expression(_ENDED_RUNS, "EndedRunSweep._check", "waited < self._grace", "waited"),
+        expression(_ENDED_RUNS, "_check", "waited < grace", "True"),
         settings=_UNRELEASED,
     ),
     _mutant(

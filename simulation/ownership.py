@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 Found = Iterable[tuple[str, str]]
 
-_HOLDER = {"run_id", "last_run_id"}
+_HOLDER = {"holder", "last_holder"}
 _RETIREMENT = {"retire_reason", "retire_detail"}
 _STEP_INPUT = {"assignment.credential", "assignment.jit_config"}
 _TRUST = {"tier", "repository"}
 _END = {"state", *_HOLDER, "assignment", "announced_at", *_RETIREMENT, "threshold"}
 #: Fields of an instance that each row of the transition table may change.
 OWNED_BY_ROW: Mapping[str, set[str]] = {
-    "claim": {"state", "epoch", *_TRUST, "run_id", "owner", "provision_id", "runner_set", "scope", "threshold"}
+    "claim": {"state", "epoch", *_TRUST, *_HOLDER, "claim", "scope", "threshold"}
     | {"assignment", "announced_at", "run_deadline"},
     "commit": {"state", "threshold", *_STEP_INPUT},
     "equip": {"state", "threshold", "run_deadline", *_STEP_INPUT}
     | {"assignment.runner_id", "assignment.any_run", "assignment.only_trusted"},
-    "bind": {"run_id", *_TRUST, "threshold", "run_deadline", *_RETIREMENT, *_STEP_INPUT}
+    "bind": {"holder", *_TRUST, "threshold", "run_deadline", *_RETIREMENT, *_STEP_INPUT}
     | {f"assignment.{name}" for name in _TRUST},
     "listen-on": {"threshold", "run_deadline", *_STEP_INPUT},
     "fill": {"state", *_HOLDER, "assignment", "announced_at", "threshold"},
@@ -52,11 +52,10 @@ OWNED_BY_ROW: Mapping[str, set[str]] = {
 }
 _RELEASED = {"status", "ending", "released_at", "deadline", "why", "outcome"}
 _SETTLED = {"settled", "lost_ids", "forget_at"}
-#: Fields of a provision that a change of its status may change. A committed one of a set is prolonged.
+#: Fields of a provision that a change of its status may change. That of a set is settled when it is closed.
 _OF_STATUS: Mapping[tuple[ProvisionStatus, ProvisionStatus], set[str]] = {
     (ProvisionStatus.OPEN, ProvisionStatus.COMMITTED): {"status", "instance_ids", "deadline", "why", "outcome"},
     (ProvisionStatus.OPEN, ProvisionStatus.RELEASED): {*_RELEASED, *_SETTLED},
-    (ProvisionStatus.COMMITTED, ProvisionStatus.COMMITTED): {"deadline"},
     (ProvisionStatus.COMMITTED, ProvisionStatus.RELEASED): {*_RELEASED, *_SETTLED},
     # A provision whose run was released meanwhile adds its outcome.
     (ProvisionStatus.RELEASED, ProvisionStatus.RELEASED): {*_SETTLED, "outcome"},
@@ -77,6 +76,7 @@ class Ownership:
         self._writers: dict[tuple[str, str], SimulatedProcess | None] = {}
         #: The process by whose clock the counts of each set were told.
         self._counted_by: dict[str, SimulatedProcess] = {}
+        self._queues_read_by: dict[str, dict[str, SimulatedProcess]] = {}
         self.checks = 0
 
     # Instances and provisions
@@ -89,21 +89,19 @@ class Ownership:
         if foreign := changed_fields(before, after) - OWNED_BY_ROW[row]:
             yield "S17", f"{row} changed {_describe(before, after, foreign)}"
         if row in {"release", "fill"}:
-            expected = before.run_id
+            expected = before.holder
         elif row.startswith("end-"):
-            expected = before.run_id or before.last_run_id
+            expected = before.latest_holder
         else:
             return
-        if after.run_id or after.last_run_id != expected:
-            yield "S17", f"{row} of run {expected!r} says that the last run was {after.last_run_id!r}"
+        if after.holder is not None or after.last_holder != expected:
+            yield "S17", f"{row} of an instance of {expected} says that the last holder was {after.last_holder}"
 
     def provision_written(self, before: Provision, after: Provision) -> Found:
         self.checks += 1
         change = before.status, after.status
         if foreign := changed_fields(before, after) - _OF_STATUS.get(change, set()):
             yield "S17", f"from {before.status} to {after.status} changed {_describe(before, after, foreign)}"
-        if change == (ProvisionStatus.COMMITTED, ProvisionStatus.COMMITTED) and after.deadline < before.deadline:
-            yield "S17", f"its deadline {before.deadline} became {after.deadline}"
         # A provision that is cancelled with its commit rolls back what was committed.
         may_fail = change == (ProvisionStatus.COMMITTED, ProvisionStatus.RELEASED) and after.outcome is not None
         if before.outcome is not None and after.outcome != before.outcome and not may_fail:
@@ -137,6 +135,7 @@ class Ownership:
         counted_by = self._counted_by.get(after.runner_set)
         if before is None or before.counted_at != after.counted_at:
             self._counted_by[after.runner_set] = process
+        queues_read_by = self._note_queues(before, after, process)
         if before is None or not is_next:
             return
         self.checks += 1
@@ -154,10 +153,21 @@ class Ownership:
             yield "S17", f"{before.statistics} became {after.statistics} without a new count"
         read_at = {queue.repository: queue.read_at for queue in before.queues}
         for queue in after.queues:
-            if queue.read_at < read_at.get(queue.repository, queue.read_at):
+            is_own = queues_read_by.get(queue.repository) is process
+            if is_own and queue.read_at < read_at.get(queue.repository, queue.read_at):
                 yield "S17", f"the queue of {queue.repository} became that of {queue.read_at}"
         if (after.failing_since is None) is bool(after.error or after.shortage):
             yield "S17", f"set {after.runner_set} fails since {after.failing_since}: {after.error or after.shortage!r}"
+
+    def _note_queues(
+        self, before: DemandRecord | None, after: DemandRecord, process: SimulatedProcess
+    ) -> dict[str, SimulatedProcess]:
+        """Return who had read each queue before this write: another process may have another time."""
+        read_by = dict(self._queues_read_by.get(after.runner_set, {}))
+        known = {queue.repository: queue.read_at for queue in before.queues} if before else {}
+        changed = {item.repository: process for item in after.queues if known.get(item.repository) != item.read_at}
+        self._queues_read_by[after.runner_set] = read_by | changed
+        return read_by
 
     def job_written(self, before: JobRecord | None, after: JobRecord, process: SimulatedProcess) -> Found:
         """What a process has written about a job, it does not take back."""

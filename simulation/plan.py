@@ -26,7 +26,7 @@ POLICIES = (Reuse.SAME_TRUST, Reuse.SAME_TRUST, Reuse.ALWAYS, Reuse.SAME_REPO)
 CALLS = {
     "provision": ("put_provision", "apply", "apply", "apply", "replace_provision", "launch", "receive", "delete"),
     "release": ("replace_provision", "apply", "apply", "send"),
-    "sweep": ("apply", "apply", "replace_provision", "terminate", "send", "put_first_seen", "delete_runner"),
+    "sweep": ("apply", "apply", "replace_provision", "terminate", "send", "put_sweep_record", "delete_runner"),
     "operator": ("apply", "terminate"),
     "scale-down": ("apply",),
     "listener": (
@@ -36,7 +36,7 @@ CALLS = {
     ),
 }  # fmt: skip
 #: Calls of these that a command usually makes once.
-ONCE = frozenset({"put_provision", "replace_provision", "launch", "send", "terminate", "put_first_seen"})
+ONCE = frozenset({"put_provision", "replace_provision", "launch", "send", "terminate", "put_sweep_record"})
 #: Approximate seconds between two runs of scale-down.
 SCALE_DOWN_S = 300.0
 MAX_AGENT_PAUSE_S = 300.0

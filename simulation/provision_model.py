@@ -44,6 +44,8 @@ from simulation.instance_model import (
     ModelStep,
     ModelViolation,
     assignment,
+    buried,
+    holder_of,
     new_record,
     owned_by,
     write_of,
@@ -224,7 +226,7 @@ class ProvisionModel:
         first = new_record(who)
         change = create(first, by=Actor.PROVISION, why="")
         if change.condition.is_met_by(state.record):
-            after = self._written(state, change, "records its launch", first.owner)
+            after = self._written(state, change, "records its launch", first.claim)
             yield ProvisionStep("records its launch", after, ProvisionPhase.HOLDS, known=first)
             yield ProvisionStep(
                 "records its launch, answer lost", after, ProvisionPhase.UNSURE_CREATE, cost=LOST_ANSWER
@@ -241,9 +243,9 @@ class ProvisionModel:
             return
         verdict = registration_verdict(state.report, mine.epoch)
         if verdict is Verdict.OK:
-            change = _advance(mine, Commit(owner=mine.owner, report=state.report, max_runtime_s=1_800.0))
+            change = _advance(mine, Commit(claim=mine.claim, report=state.report, max_runtime_s=1_800.0))
             if change.condition.is_met_by(state.record):
-                after = self._written(state, change, "commits", mine.owner)
+                after = self._written(state, change, "commits", mine.claim)
                 yield ProvisionStep("commits", after, ProvisionPhase.HOLDS, known=after.record)
                 yield ProvisionStep(
                     "commits, answer lost", after, ProvisionPhase.UNSURE_COMMIT, known=mine, cost=LOST_ANSWER
@@ -252,19 +254,19 @@ class ProvisionModel:
                 yield ProvisionStep("cannot commit", state, ProvisionPhase.BACK, known=mine)
         elif mine.state is State.CLAIMED:
             cause = RetireReason.FAILED if verdict is Verdict.FAILED else RetireReason.TIMED_OUT
-            change = _advance(mine, End(reason=cause, report=state.report, owner=mine.owner))
+            change = _advance(mine, End(reason=cause, report=state.report, claim=mine.claim))
             admitted = change.condition.is_met_by(state.record)
             yield ProvisionStep(
                 "gives up",
-                self._written(state, change, "gives up", mine.owner) if admitted else state,
+                self._written(state, change, "gives up", mine.claim) if admitted else state,
                 ProvisionPhase.FREE,
             )
 
     def _commit_again(self, state: InstanceState, mine: Instance, who: str) -> Iterator[ProvisionStep]:
         seen = Report(instance_id=ID, epoch=mine.epoch, signal=Signal.UD_REG_OK)
-        change = _advance(mine, Commit(owner=mine.owner, report=seen, max_runtime_s=1_800.0))
+        change = _advance(mine, Commit(claim=mine.claim, report=seen, max_runtime_s=1_800.0))
         if change.condition.is_met_by(state.record):
-            after = self._written(state, change, "commits again", mine.owner)
+            after = self._written(state, change, "commits again", mine.claim)
             yield ProvisionStep("commits again", after, ProvisionPhase.HOLDS, known=after.record)
         elif state.record is not None and is_applied(change, state.record):
             yield from _adopted(state, "finds it committed", who, "commit")
@@ -277,44 +279,43 @@ class ProvisionModel:
         """Roll back like the control plane: repeat with the current record while it belongs to the run."""
         instance = mine
         for _ in range(ROLLBACK_TRIES):
-            event: Event = Release(release_time_s=LIFETIMES.release_time_s, credential=REMOVAL, owner=mine.owner)
+            event: Event = Release(release_time_s=LIFETIMES.release_time_s, credential=REMOVAL, claim=mine.claim)
             if instance.state is State.CREATED:
-                event = End(reason=RetireReason.RELEASED, owner=mine.owner)
+                event = End(reason=RetireReason.RELEASED, claim=mine.claim)
             elif instance.state not in ASSIGNED:
                 break
             change = _advance(instance, event)
             if change.condition.is_met_by(state.record):
                 return ProvisionStep(
-                    "rolls back", self._written(state, change, "rolls back", mine.owner), ProvisionPhase.CLOSING
+                    "rolls back", self._written(state, change, "rolls back", mine.claim), ProvisionPhase.CLOSING
                 )
-            if state.record is None or state.record.owner != mine.owner or state.record == instance:
+            if state.record is None or state.record.claim != mine.claim or state.record == instance:
                 break
             instance = state.record
         return ProvisionStep("has nothing to roll back", state, ProvisionPhase.CLOSING)
 
     def _tombstone(self, state: InstanceState, who: str) -> ProvisionStep:
         first = new_record(who)
-        stone = replace(first, state=State.TERMINATING, threshold=NOW, run_id="", last_run_id=who, assignment=None)
-        change = tombstone(stone, by=Actor.PROVISION, now=NOW, why="")
+        change = tombstone(buried(first), by=Actor.PROVISION, now=NOW, why="")
         current = state.record
         if change.condition.is_met_by(current):
             return ProvisionStep(
                 "writes a tombstone",
-                self._written(state, change, "writes a tombstone", first.owner),
+                self._written(state, change, "writes a tombstone", first.claim),
                 ProvisionPhase.CLOSING,
             )
-        if current is not None and current.owner == first.owner and current.state is State.CREATED:
-            end = _advance(current, End(reason=RetireReason.RELEASED, owner=first.owner))
+        if current is not None and current.claim == first.claim and current.state is State.CREATED:
+            end = _advance(current, End(reason=RetireReason.RELEASED, claim=first.claim))
             if end.condition.is_met_by(current):
                 return ProvisionStep(
-                    "ends its launch", self._written(state, end, "ends its launch", first.owner), ProvisionPhase.CLOSING
+                    "ends its launch", self._written(state, end, "ends its launch", first.claim), ProvisionPhase.CLOSING
                 )
         return ProvisionStep("finds its launch ended", state, ProvisionPhase.CLOSING)
 
-    def _written(self, state: InstanceState, change: Change, text: str, owner: str) -> InstanceState:
-        """The state after a write by the presumed owner, checked against the true owner."""
+    def _written(self, state: InstanceState, change: Change, text: str, claim: str) -> InstanceState:
+        """The state after a write with this claim, checked against the true one."""
         write = write_of(change, text, Actor.PROVISION, state.last_signal)
-        return self._instance_model.written(state, write, released=False, by_owner=owner.startswith(f"{OWN}/"))
+        return self._instance_model.written(state, write, released=False, by_owner=claim.startswith(f"{OWN}/"))
 
 
 def _announced_epochs(record: Instance) -> range:
@@ -329,9 +330,8 @@ def _presumed(epoch: int, tier: Tier = Tier.TRUSTED) -> Instance:
 
 def _claim(epoch: int, who: str, tier: Tier = Tier.TRUSTED) -> Change:
     event = Claim(
-        run_id=who,
-        owner=f"{who}/w{epoch + 1}",
-        provision_id=who,
+        holder=holder_of(who),
+        claim=f"{who}/w{epoch + 1}",
         scope="o/r",
         tier=tier,
         threshold=DEADLINE,

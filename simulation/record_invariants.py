@@ -151,7 +151,7 @@ class RecordInvariants:
         claimed = (before.state, after.state) == (State.IDLE, State.CLAIMED)
         if process.kind == "provision" and not claimed and before.provision_id not in process.provisions:
             yield "S1", f"{process} wrote to an instance of {before.provision_id}"
-        bound = before.state is after.state is State.RUNNING and before.run_id != after.run_id
+        bound = before.state is after.state is State.RUNNING and before.holder != after.holder
         if (after.tier, after.repository) != (before.tier, before.repository) and not (claimed or bound):
             yield "S11", f"tier {before.tier} became {after.tier}, or its repository changed, at {after.state}"
         checks = {
@@ -179,7 +179,7 @@ class RecordInvariants:
         ):
             yield "L4", f"{process} marks it as announced without a pool message"
         of_set = before.state is State.RUNNING and bool(before.runner_set)
-        if of_set and (after.threshold, after.run_id) != (before.threshold, before.run_id):
+        if of_set and (after.threshold, after.holder) != (before.threshold, before.holder):
             yield from self.demand.changed_while_running(before, after)
         elif before.state in {State.CREATED, State.CLAIMED, State.RUNNING} and after.threshold != before.threshold:
             yield "S6", f"the threshold of a {before.state} instance was changed"
@@ -230,9 +230,12 @@ class RecordInvariants:
     def _claimed(self, before: Instance, after: Instance, process: SimulatedProcess) -> Iterable[tuple[str, str]]:
         yield from self.demand.acquired(after)
         self.demand.liveness.claimed((before.resource_class, before.usage_class, before.tier))
-        if after.provision_id not in self._intended:
+        if after.runner_set:
+            # The claim is its own intent: the set holds the machine by its record.
+            process.provisions.add(after.provision_id)
+        elif after.provision_id not in self._intended:
             yield "S8", "a claim without a provision"
-        if after.provision_id not in process.provisions:
+        if after.provision_id not in process.provisions or bool(after.runner_set) is not (process.kind == "listener"):
             yield "S1", f"claimed by {process} for {after.provision_id}"
         yield from self._reuse.claimed(after, process, runner_set=self.demand.known_set(after.runner_set))
         if process.request is not None and process.request.run_id != after.run_id:
@@ -275,15 +278,12 @@ class RecordInvariants:
         if before.runner_set and before.state is State.RUNNING:
             yield from self.demand.released(before, process)
             yield from self.patience.given_up(before, process)
-        # A listener gives back what it could not start, like a provision.
-        own = process.kind == "listener" and before.state is State.CLAIMED and before.provision_id in process.provisions
-        if provision is not None and provision.status is ProvisionStatus.COMMITTED:
-            # A claim that was applied late, after the provision had got another machine.
-            own = own or (bool(before.runner_set) and before.instance_id not in provision.instance_ids)
-        if (
-            process.kind in {"release", "refresh", "listener"}
-            and not own
-            and (provision is None or provision.status is not ProvisionStatus.RELEASED)
+        if before.runner_set:
+            # Whether a runner may be given up is checked above. Before it listens, only the listener decides.
+            if process.kind != "listener" and (before.state is State.CLAIMED or process.kind != "refresh"):
+                yield "S1", f"{process} took it from set {before.runner_set}"
+        elif process.kind in {"release", "refresh", "listener"} and (
+            provision is None or provision.status is not ProvisionStatus.RELEASED
         ):
             yield "S1", f"{process} took it from provision {before.provision_id}, which is not released"
         if process.kind == "release" and provision is not None and not process.may_release(provision):
@@ -474,9 +474,7 @@ class RecordInvariants:
             self.violated(invariant, text)
         if after.status is ProvisionStatus.COMMITTED:
             missing = [key for key in after.instance_ids if (key, after.provision_id) not in self._ran_for]
-            # A listener finishes what another one began.
-            may_commit = own or (process.kind == "listener" and bool(after.runner_set))
-            if not may_commit or missing or len(set(after.instance_ids)) != after.count:
+            if not own or missing or len(set(after.instance_ids)) != after.count:
                 self.violated(
                     "S1", f"provision {after.provision_id} is committed with {after.instance_ids} by {process}"
                 )
@@ -484,9 +482,6 @@ class RecordInvariants:
             self.violated("S1", f"{process} released attempt {after.attempt} of run {after.run_id}")
         elif process.kind == "provision" and not own:
             self.violated("S1", f"{process} released provision {after.provision_id}")
-        elif after.runner_set:
-            for invariant, text in self.demand.provision_released(before, process):
-                self.violated(invariant, f"provision {after.provision_id}: {text}")
         elif after.ending is ProvisionEnding.UNRELEASED:
             self._world.stats["ended runs released"] += 1
             if text := self._wrong_end(after, process):

@@ -127,9 +127,9 @@ class ResultInvariants:
 
     def _operator(self, action: OperatorAction, outcome: ActionOutcome, process: SimulatedProcess) -> Found:
         instance_id = outcome.instance_id
-        shown = outcome.state, outcome.run_id
+        shown = outcome.state, outcome.holder
         yield from self._never(
-            instance_id, process, lambda item: (item.state, item.run_id) == shown, f"{outcome.state} {outcome.run_id}"
+            instance_id, process, lambda item: (item.state, item.holder) == shown, f"{outcome.state} {outcome.holder}"
         )
         effects: Mapping[OperatorAction, Callable[[Instance], bool]] = {
             OperatorAction.DRAIN: lambda item: item.retire_reason is not None,

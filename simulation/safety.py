@@ -163,9 +163,9 @@ class SafetyInvariants(RecordInvariants):
         if record is None:
             self.violated("S2", f"a job runs on {machine.instance_id}, which has no record", machine.instance_id)
             return
-        ours = {record.run_id, record.last_run_id}
-        if job.run_id not in ours or record.state in {State.CREATED, State.CLAIMED, State.IDLE}:
-            what = f"a job of run {job.run_id} runs on {machine.instance_id}, {record.state} for {record.run_id!r}"
+        served = record.latest_holder.run_id if record.latest_holder is not None else ""
+        if job.run_id != served or record.state in {State.CREATED, State.CLAIMED, State.IDLE}:
+            what = f"a job of run {job.run_id} runs on {machine.instance_id}, {record.state} for {served!r}"
             self.violated("S2", what, machine.instance_id)
         tier = self._world.tier_of(job.run_id)
         if tier is not None and tier is not record.tier:
@@ -284,7 +284,8 @@ class SafetyInvariants(RecordInvariants):
         record = self._world.database.instances.get(instance_id)
         if record is None:
             return
-        epoch, runs = facts.get("epoch"), {record.run_id, record.last_run_id}
+        epoch = facts.get("epoch")
+        runs = {record.subject, record.last_subject}
         if epoch is None or epoch > record.epoch or (epoch == record.epoch and facts.get("run_id") not in runs):
             self.violated("R1", f"{instance_id} logs {dict(facts)}, but its record is {record.epoch}, {runs}")
 

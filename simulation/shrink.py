@@ -142,7 +142,7 @@ def describe(shrunk: ShrunkViolation) -> Iterator[str]:
         yield f"history of {smallest.violation.instance_id}:"
         for entry in smallest.history:
             step = f"{entry.transition:<12} {entry.source or '':>11} to {entry.target:<11}"
-            actor = f"epoch {entry.epoch}, run {entry.run_id}, by {entry.by}"
+            actor = f"epoch {entry.epoch}, run {entry.subject}, by {entry.by}"
             yield f"  {entry.at:%H:%M:%S} {step} {actor}: {entry.why}"
 
 

@@ -62,7 +62,9 @@ class ThresholdInvariant:
     def provision_recorded(self, provision: Provision, process: SimulatedProcess) -> Found:
         """A provision ends at its creation and the timeout, of the request or of the pool."""
         self._deadlines[provision.provision_id] = provision.deadline
-        yield from self._timely(provision.created_at, process, "a provision")
+        if not provision.runner_set:
+            # That of a set is written before its launch, or after its claims.
+            yield from self._timely(provision.created_at, process, "a provision")
         if process.task is None:
             # A unit test, which may request any timeout.
             return
@@ -130,7 +132,7 @@ class ThresholdInvariant:
         if entry.target is State.TERMINATING:
             return at
         rules: dict[str, Callable[[], datetime]] = {
-            "claim": lambda: self._deadlines.get(after.provision_id, START),
+            "claim": lambda: self._claimed(after, at, config, process),
             # A unit test may request any runtime.
             "commit": lambda: after.threshold if process.task is None else _after(at, limits.max_runtime_s),
             "equip": lambda: _after(at, limits.listening_time_s),
@@ -147,6 +149,15 @@ class ThresholdInvariant:
             "quarantine": lambda: self._held(before, after),
         }
         return before.threshold if entry.transition in _SAME else rules[entry.transition]()
+
+    def _claimed(self, after: Instance, at: datetime, config: PoolConfig, process: SimulatedProcess) -> datetime:
+        """The deadline of the provision. The time of a claim for a set began with the pass over the pool."""
+        if not after.runner_set:
+            return self._deadlines.get(after.provision_id, START)
+        latest = _after(at, config.lifetimes.provision_timeout_s)
+        prompt = process.is_undisturbed and process.task is not None
+        earliest = latest - timedelta(seconds=PROMPT_S) if prompt else at
+        return after.threshold if earliest <= after.threshold <= latest else latest
 
     @staticmethod
     def _held(before: Instance, after: Instance) -> datetime:
@@ -201,7 +212,7 @@ class ThresholdInvariant:
 
 def _busy_deadline(record: Instance) -> datetime:
     """The time until which a job may run: that of the run, or of a listening runner of a set."""
-    listens = record.state is State.RUNNING and record.runner_set and record.run_id == f"set.{record.runner_set}"
+    listens = record.state is State.RUNNING and not record.is_bound
     return max(record.threshold, record.run_deadline) if listens and record.run_deadline else record.threshold
 
 

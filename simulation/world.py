@@ -183,9 +183,7 @@ class _CheckedProvisions(dict[tuple[str, str], Provision]):
         before = self.get(key)
         self._by_id[after.provision_id] = key
         super().__setitem__(key, after)
-        self._world.trace.add(
-            "provision", f"{after.provision_id} of run {after.run_id}.{after.attempt}: {after.status}"
-        )
+        self._world.trace.add("provision", f"{after.provision_id} of {after.subject}.{after.attempt}: {after.status}")
         self._world.safety.provision_written(before, after)
 
     def by_id(self, provision_id: str) -> Provision | None:
@@ -632,7 +630,7 @@ class World:
         if record is None:
             self.trace.add("record", f"{instance_id} was deleted")
         else:
-            text = f"{instance_id} {record.state} epoch {record.epoch} run {record.run_id or record.last_run_id}"
+            text = f"{instance_id} {record.state} epoch {record.epoch} held by {record.subject or record.last_subject}"
             self.trace.add("record", f"{text} until {record.threshold:%H:%M:%S}")
         self.safety.record_written(instance_id)
 

@@ -15,11 +15,13 @@ from operator import is_
 from typing import Any, TypeVar, cast
 
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
-from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError
+from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.holder import Holder
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange, ProvisionStatus
+from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.timestamps import to_milliseconds
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
@@ -65,7 +67,7 @@ class MemoryDatabase:
     #: Provisions by run id and provision id.
     provisions: dict[tuple[str, str], Provision] = field(default_factory=dict)
     config: PoolConfig | None = None
-    first_seen: dict[str, datetime] = field(default_factory=dict)
+    sweep: SweepRecord = field(default_factory=SweepRecord)
     #: Demand by runner set, leases by name, jobs by id.
     demand: dict[str, DemandRecord] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
@@ -109,29 +111,10 @@ class MemoryInstanceStore:
         self._count("apply")
         return self._change(change)
 
-    async def apply_with_provision(self, change: Change, provision: ProvisionChange) -> None:
-        self._count("apply_with_provision")
-        self._check(change)
-        before, after = provision.before, provision.after
-        current = self._database.provisions.get(_key(before))
-        if not before.is_as_stored(current):
-            raise ProvisionConflict(f"provision {before.provision_id} has moved on", current=current)
-        # One step for all other processes. The invariants check writes in an order in which either is allowed.
-        if after.status is ProvisionStatus.RELEASED:
-            self._database.provisions[_key(after)] = _kept(after)
-            self._change(change)
-        else:
-            self._change(change)
-            self._database.provisions[_key(after)] = _kept(after)
-
-    def _check(self, change: Change) -> Instance | None:
+    def _change(self, change: Change) -> Instance:
         current = self._database.instances.get(change.instance_id)
         if not change.condition.is_met_by(current):
             raise Conflict(f"{change.instance_id} is not as {change.entry.transition} expects", current=current)
-        return current
-
-    def _change(self, change: Change) -> Instance:
-        current = self._check(change)
         record = _kept(change.applied_to(current))
         entries = (*self._database.histories.get(change.instance_id, ()), _kept(change.entry))
         self._database.instances[change.instance_id] = record
@@ -295,13 +278,13 @@ class MemoryInstanceStore:
             raise Conflict(f"provision {before.provision_id} has moved on", current=current)
         self._database.provisions[_key(after)] = _kept(after)
 
-    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
+    async def get_provision(self, holder: Holder) -> Provision | None:
         self._count("get_provision")
-        return self._database.provisions.get((run_id, provision_id))
+        return self._database.provisions.get((holder.key, holder.provision_id))
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         self._count("provisions_of_run")
-        return [provision for provision in self._by_age() if provision.run_id == run_id]
+        return [provision for provision in self._by_age() if provision.holder.key == run_id]
 
     async def unsettled_provisions(self, deadline_before: datetime) -> Sequence[Provision]:
         self._count("unsettled_provisions")
@@ -361,20 +344,23 @@ class MemoryInstanceStore:
 
     async def get_config(self) -> PoolConfig | None:
         self._count("get_config")
-        return self._database.config and _kept(self._database.config)
+        config = self._database.config
+        if config is not None:
+            config.check_record_version()
+        return config and _kept(config)
 
     async def put_config(self, config: PoolConfig) -> None:
         self._count("put_config")
         self._check_revision(config, self._database.config)
         self._database.config = _kept(config)
 
-    async def get_first_seen(self) -> Mapping[str, datetime]:
-        self._count("get_first_seen")
-        return dict(self._database.first_seen)
+    async def get_sweep_record(self) -> SweepRecord:
+        self._count("get_sweep_record")
+        return self._database.sweep
 
-    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
-        self._count("put_first_seen")
-        self._database.first_seen = dict(_kept(first_seen))
+    async def put_sweep_record(self, record: SweepRecord) -> None:
+        self._count("put_sweep_record")
+        self._database.sweep = _kept(record)
 
     # Internal ---------------------------------------------------------------------------------------------------
 
@@ -492,7 +478,7 @@ def _those(records: Mapping[str, T], wanted: Collection[str]) -> dict[str, T]:
 
 
 def _key(provision: Provision) -> tuple[str, str]:
-    return provision.run_id, provision.provision_id
+    return provision.holder.key, provision.provision_id
 
 
 def _is_due(record: Instance, now: datetime) -> bool:

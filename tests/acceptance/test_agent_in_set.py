@@ -25,7 +25,8 @@ from remuda.adapters.local.compute import LocalCompute
 from remuda.adapters.local.layout import LocalLayout
 from remuda.adapters.sqlite.store import SqliteInstanceStore
 from remuda.adapters.system.clock import SystemClock, SystemIds
-from remuda.domain.instance import Actor, Assignment, Instance, State, holder_id
+from remuda.domain.holder import set_subject
+from remuda.domain.instance import Actor, Assignment, Instance, State
 from remuda.domain.resources import Tier, UsageClass
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import (
@@ -45,12 +46,12 @@ from remuda.fake_github.client import FakeGitHubClient, JobStep
 from remuda.ports.calls import CallCounter
 from remuda.ports.compute import MachineState
 from tests.support.aws.servers import fake_github
-from tests.support.records import launch_request
+from tests.support.records import launch_request, set_holder
 
 LONG_S = 90.0
 SET = "large"
 LABELS = ("self-hosted", "large")
-OWNER = "p-1/a"
+CLAIM = "p-1/a"
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
 
 
@@ -98,10 +99,8 @@ class MachineOfSet:
             cpu=2,
             memory_mib=4_096,
             created_at=now,
-            run_id=holder_id(SET),
-            runner_set=SET,
-            owner=OWNER,
-            provision_id="p-1",
+            holder=set_holder(SET),
+            claim=CLAIM,
             scope="o/r",
             assignment=self.assignment(1),
         )
@@ -148,10 +147,8 @@ class MachineOfSet:
         epoch = record.epoch + 1
         await self.apply(
             Claim(
-                run_id=holder_id(SET),
-                runner_set=SET,
-                owner=OWNER,
-                provision_id="p-1",
+                holder=set_holder(SET),
+                claim=CLAIM,
                 scope="o/r",
                 tier=Tier.TRUSTED,
                 threshold=SystemClock().now() + timedelta(seconds=600),
@@ -168,7 +165,7 @@ class MachineOfSet:
         runner_id, config = await self.github.register(record.assignment.runner_name)
         await self.apply(
             Equip(
-                owner=OWNER,
+                claim=CLAIM,
                 report=await self.store.get_report(self.instance_id),
                 jit_config=jit_config or config,
                 runner_id=runner_id,
@@ -282,7 +279,7 @@ async def test_each_job_has_a_registration_of_its_own(machine: MachineOfSet) -> 
     record = await machine.record()
     assert record.assignment is not None
     assert record.assignment.jit_config == config, "the record has it until the job is known"
-    for command in (("status",), ("explain", machine.instance_id), ("explain", holder_id(SET)), ("report",)):
+    for command in (("status",), ("explain", machine.instance_id), ("explain", set_subject(SET)), ("report",)):
         shown = await machine.remuda(*command)
         assert config not in shown
         assert config[:40] not in shown

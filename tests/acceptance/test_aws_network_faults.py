@@ -166,7 +166,7 @@ class PoolBehindProxies:
         problems += [f"{key} is {kept[key].state}, but not on EC2" for key in kept.keys() - live]
         running = [item for item in kept.values() if item.state is State.RUNNING]
         for item in running:
-            held = await self.context.store.get_provision(item.run_id, item.provision_id)
+            held = await self.context.store.get_provision(item.holder) if item.holder is not None else None
             if (
                 held is None
                 or held.status is not ProvisionStatus.COMMITTED

@@ -115,7 +115,7 @@ def test_snapshot_agrees_with_the_commands(
     record, entries = max(samples, key=lambda sample: len(sample[1]))
     shown = document["instances"][record.instance_id]
     assert len(shown["spans"]) // 3 == len([entry for entry in entries if entry.target != "terminated"])
-    assert set(shown["runs"]) == {entry.run_id for entry in entries}
+    assert set(shown["holders"]) == {f"run {entry.subject}" for entry in entries}
     assert "credential" not in json.dumps(document)
     explanation = client.get("/api/explanation", params={"subject": record.instance_id}).json()
     assert explanation["events"] == remuda(store.folder, "explain", record.instance_id)["events"]

@@ -34,6 +34,7 @@ from tests.support.dashboard import (
     write_samples,
 )
 from tests.support.namespace_machine.machine import quiet_network
+from tests.support.records import run_holder
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -287,8 +288,8 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
     hostile = replace(
         record,
         state=State.RUNNING,
-        run_id=IMAGE,
-        last_run_id=SCRIPT,
+        holder=run_holder(IMAGE),
+        last_holder=run_holder(SCRIPT),
         resource_class=SCRIPT,
         instance_type=IMAGE,
         retire_reason=RetireReason.DRAINED,
@@ -298,7 +299,9 @@ def test_injected_markup_is_shown_as_text(browser: Browser, tmp_path: Path) -> N
     # A run chooses its class label, and a job's output can appear in reasons.
     provision, *_ = sample_provisions(1, now=last.at, span_s=60)
     outcome = replace(provision.outcome, error=f"the job {SCRIPT} failed") if provision.outcome else None
-    job = replace(provision, run_id=SCRIPT, resource_class=IMAGE, why=IMAGE, request_summary=SCRIPT, outcome=outcome)
+    job = replace(
+        provision, holder=run_holder(SCRIPT), resource_class=IMAGE, why=IMAGE, request_summary=SCRIPT, outcome=outcome
+    )
     job = replace(job, repository=f"octo/{IMAGE}", status=ProvisionStatus.RELEASED, ending=ProvisionEnding.FAILED)
     write_samples(store.file, [], [job], now=last.at)
     with Dashboard(store.folder) as dashboard, opened(browser, dashboard.url + "?view=table") as page:
@@ -385,7 +388,9 @@ def test_only_web_addresses_become_links(browser: Browser, dashboard: Dashboard)
 
 
 def _retirement(last: HistoryEntry) -> HistoryEntry:
-    return replace(last, transition="retire", source=last.target, target=last.target, why=SCRIPT + IMAGE, run_id=SCRIPT)
+    return replace(
+        last, transition="retire", source=last.target, target=last.target, why=SCRIPT + IMAGE, holder=run_holder(SCRIPT)
+    )
 
 
 # Accessibility ------------------------------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ async def test_watch_prints_changes_and_stops_on_sigterm(backend: LocalBackend) 
             assert seen, "the watch ended early"
         while not (found := json.loads(await documents.stdout.readline())["instances"]):
             pass
-        assert found[0]["run_id"] == "41"
+        assert found[0]["holder"]["run_id"] == "41"
         for process in (lines, documents):
             process.terminate()
             # Reads the remaining output until the process exits.

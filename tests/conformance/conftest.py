@@ -20,7 +20,7 @@ from hypothesis import settings
 
 from remuda.adapters.aws import clients as aws_clients
 from remuda.adapters.aws.clients import AwsClients, ClientConfig, open_session
-from remuda.adapters.aws.dynamodb.items import ItemKeys, demand_key, job_key, key, lease_key, run_pk
+from remuda.adapters.aws.dynamodb.items import ItemKeys, demand_key, job_key, key, lease_key, provisions_pk
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.adapters.aws.service import ServiceClient
 from remuda.adapters.aws.sqs import SqsResourcePool
@@ -180,7 +180,7 @@ class DynamoStores(Stores):
         for where, field in (
             (ItemKeys().control(instance_id(number)), "cpu"),
             (ItemKeys().report(instance_id(number)), "beat"),
-            (key(run_pk("1234"), f"p-{number}"), "count"),
+            (key(provisions_pk("1234"), f"p-{number}"), "count"),
             (job_key(f"job-{number}"), "labels"),
             (demand_key(f"set-{number}"), "statistics"),
             (lease_key(f"lease-{number}"), "beat"),

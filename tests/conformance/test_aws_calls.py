@@ -27,7 +27,7 @@ from remuda.controlplane.demand import DemandContext, DemandListener
 from remuda.controlplane.provision import ProvisionRequest, provision
 from remuda.controlplane.release import ReleaseStatus, release
 from remuda.domain.errors import TimedOut
-from remuda.domain.instance import Credential, Instance, State, holder_id
+from remuda.domain.instance import Credential, Instance, State
 from remuda.domain.pool_config import ScopeTokens, runner_name
 from remuda.domain.resources import Tier, TypePatterns, UsageClass
 from remuda.domain.runner_set import RunnerSet
@@ -276,7 +276,7 @@ async def set_agent(store: InstanceStore, known: Instance, scale_sets: MemorySca
         match current.state:
             case State.CLAIMED:
                 await store.write_signal(known.instance_id, epoch=current.epoch, signal=Signal.UD_OK)
-            case State.RUNNING if current.run_id == holder_id("large"):
+            case State.RUNNING if not current.is_bound:
                 await store.write_signal(known.instance_id, epoch=current.epoch, signal=Signal.UD_REG_OK)
                 await beat(listening=True)
                 scale_sets.start("large", "job-1", runner_name("test", current.epoch, known.instance_id))
@@ -329,7 +329,7 @@ async def test_every_call_of_the_listener_is_permitted_by_its_policies(
     written = {
         key for each in requests if each.action.endswith("PutItem") for key in each.values("dynamodb:LeadingKeys")
     }
-    assert {"lease", "demand", "job#job-1", f"run#{holder_id('large')}"} <= written
+    assert {"lease", "demand", "job#job-1", "run#set#large"} <= written
     assert not denied_requests("provision listener", pool, requests)
     # The broker's policy alone is not enough.
     assert denied_requests("provision", pool, requests)

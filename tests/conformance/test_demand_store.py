@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 from dataclasses import fields, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
 from remuda.adapters.aws.dynamodb.items import demand_key, job_item, job_key
 from remuda.adapters.aws.dynamodb.revisions import JOBS_PER_TRANSACTION
-from remuda.adapters.sqlite import schema
 from remuda.domain.demand import (
     DEFAULT_RETENTION,
     MAX_JOB_LABELS,
@@ -34,9 +31,11 @@ from remuda.domain.resources import Tier
 from remuda.domain.runner_set import CapacityWindow, RunnerSet
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import Report
+from remuda.domain.sweep_record import SweepRecord
+from remuda.domain.transitions import WriteCondition
 from remuda.ports.demand import DemandStore
 from remuda.ports.store import InstanceStore
-from tests.conformance.conftest import PARSING_STORES, DynamoStores, SqliteStores, Stores
+from tests.conformance.conftest import PARSING_STORES, DynamoStores, Stores
 from tests.support.aws.fault_proxy import FaultProxy, after_forwarding, cut_connection, fail, respond
 from tests.support.iam import denied_requests, iam_requests
 from tests.support.records import (
@@ -46,10 +45,13 @@ from tests.support.records import (
     change,
     demand_record,
     in_set,
+    in_state,
     instance_id,
     job_record,
     pool_config,
     provision,
+    run_holder,
+    set_holder,
 )
 from tests.support.virtual_time import AdjustableClock
 
@@ -120,12 +122,12 @@ async def test_demand_is_written_with_its_jobs(store: Store, other: Store) -> No
 
 async def test_demand_is_separate_from_the_pool_configuration(store: Store) -> None:
     await store.put_config(pool_config())
-    await store.put_first_seen({"gone:i-1": NOW})
+    await store.put_sweep_record(SweepRecord(next_due_at=NOW))
     await store.put_demand(demand_record("config"))
     await store.replace_lease("config", None, Lease(owner="a", beat=1))
     await store.delete_demand("config")
     assert await store.get_config() == pool_config()
-    assert await store.get_first_seen() == {"gone:i-1": NOW}
+    assert await store.get_sweep_record() == SweepRecord(next_due_at=NOW)
     assert await store.get_lease("config") == Lease(owner="a", beat=1)
 
 
@@ -379,10 +381,18 @@ async def test_records_keep_their_runner_set(store: Store, other: Store) -> None
     listening = in_set(State.RUNNING)
     await store.apply(birth(listening))
     assert await other.get(ID) == listening
-    moved = await other.apply(change(listening, runner_set=""))
-    assert await store.get(ID) == moved == replace(listening, runner_set="")
+    with_job = set_holder("large", "77")
+    moved = await other.apply(
+        change(
+            listening,
+            WriteCondition(state=State.RUNNING, epoch=2, equals=(("holder", listening.holder),)),
+            holder=with_job,
+        )
+    )
+    assert await store.get(ID) == moved == replace(listening, holder=with_job)
     await store.put_provision(provision(runner_set="large"))
-    assert await other.get_provision("1234", "p-1") == provision(runner_set="large")
+    assert await other.get_provision(with_job) == provision(runner_set="large")
+    assert await other.get_provision(run_holder("large", "p-1")) is None
     await store.put_config(pool_config(runner_sets=(SET,)))
     assert await other.get_config() == pool_config(runner_sets=(SET,))
 
@@ -402,8 +412,8 @@ async def test_heartbeat_reports_a_used_up_registration(store: Store, other: Sto
 @pytest.mark.parametrize(
     ("record", "key"),
     [
-        (in_set(State.RUNNING), "runnerSet"),
-        (provision(), "runnerSet"),
+        (in_state(State.IDLE), "lastHolder"),
+        (provision(), "nonce"),
         (Report(instance_id=ID, beat=1), "spentEpoch"),
         (pool_config(), "runnerSets"),
     ],
@@ -415,26 +425,6 @@ def test_records_of_older_versions_are_read(record: Instance | Provision | Repor
     read = to_document(from_document(type(record), older))
     assert not read[key]
     assert {**read, key: document[key]} == document
-
-
-async def test_sqlite_store_of_an_older_version_gets_the_table_of_jobs(tmp_path: Path) -> None:
-    stores = SqliteStores(tmp_path)
-    first = stores.open()
-    await first.prepare()
-    await first.put_config(pool_config())
-    await stores.close()
-    connection = sqlite3.connect(tmp_path / "remuda.db")
-    connection.execute("DROP TABLE jobs")
-    connection.close()
-    both = [stores.open(), stores.open()]
-    await asyncio.gather(*(each.put_jobs([job_record(number)]) for number, each in enumerate(both)))
-    assert ids(await both[0].recent_jobs(9)) == ["job-1", "job-0"]
-    assert await both[0].get_config() == pool_config()
-    await stores.close()
-    # The version stays: an older Remuda can still open the file.
-    connection = schema.connect(tmp_path / "remuda.db", busy_timeout_s=1.0)
-    assert connection.execute("PRAGMA user_version").fetchone() == (1,)
-    connection.close()
 
 
 # DynamoDB ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from remuda.controlplane.context import is_applied
 from remuda.domain import provision as provisions
 from remuda.domain.errors import Conflict, Throttled, TimedOut, Unavailable, UserError
 from remuda.domain.instance import Instance, State
-from remuda.domain.provision import ProvisionChange
 from remuda.domain.signals import Signal
 from remuda.ports.calls import CallCounter
 from tests.conformance.conftest import DynamoStores
@@ -276,23 +275,6 @@ async def test_transaction_with_a_lost_response_has_one_history_entry_per_change
         assert [entry.transition for entry in await store.history(made.instance_id)] == ["birth", "end"]
 
 
-async def test_transaction_that_another_one_delays_is_unavailable(
-    store: DynamoInstanceStore, between: FaultProxy
-) -> None:
-    """A conflict of transactions says nothing about the records."""
-    running = await store.apply(birth(instance(state=State.RUNNING)))
-    opened = provision()
-    await store.put_provision(opened)
-    ours = change(running, transition="release", state=State.RELEASING)
-    close = ProvisionChange(before=opened, after=provisions.released(opened, now=NOW, why="done"))
-    reasons = [{"Code": "TransactionConflict"}, {"Code": "None"}]
-    between.then("TransactWriteItems", fail(400, "TransactionCanceledException", CancellationReasons=reasons))
-    with pytest.raises(Unavailable):
-        await store.apply_with_provision(ours, close)
-    await store.apply_with_provision(ours, close)
-    assert [entry.transition for entry in await store.history(ID)] == ["birth", "release"]
-
-
 async def test_single_write_that_a_transaction_delays_is_unavailable(
     store: DynamoInstanceStore, between: FaultProxy
 ) -> None:
@@ -305,7 +287,7 @@ async def test_single_write_that_a_transaction_delays_is_unavailable(
         ("UpdateItem", lambda: store.apply(ours)),
         ("UpdateItem", lambda: store.write_signal(ID, epoch=1, signal=Signal.UD_OK)),
         ("PutItem", lambda: store.replace_provision(opened, provisions.released(opened, now=NOW, why="done"))),
-        ("BatchWriteItem", lambda: store.put_jobs([job_record()])),
+        ("PutItem", lambda: store.put_jobs([job_record()])),
     ]
     for operation, write in writes:
         between.then(operation, fail(400, "TransactionConflictException"))
@@ -313,23 +295,6 @@ async def test_single_write_that_a_transaction_delays_is_unavailable(
             await write()
         await write()
     assert await store.get(ID) == ours.applied_to(running)
-
-
-async def test_instance_and_provision_with_a_lost_response_are_recognised(
-    store: DynamoInstanceStore, between: FaultProxy
-) -> None:
-    running = await store.apply(birth(instance(state=State.RUNNING)))
-    opened = provision()
-    await store.put_provision(opened)
-    ours = change(running, transition="release", state=State.RELEASING)
-    close = ProvisionChange(before=opened, after=provisions.released(opened, now=NOW, why="done"))
-    between.then("TransactWriteItems", after_forwarding(fail(400, "SomethingNew")))
-    with pytest.raises(Unavailable):
-        await store.apply_with_provision(ours, close)
-    with pytest.raises(Conflict) as caught:
-        await store.apply_with_provision(ours, close)
-    assert caught.value.current == ours.applied_to(running)
-    assert [entry.transition for entry in await store.history(ID)] == ["birth", "release"]
 
 
 async def test_failed_transaction_does_not_affect_the_others(store: DynamoInstanceStore, between: FaultProxy) -> None:

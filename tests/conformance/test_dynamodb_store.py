@@ -23,6 +23,7 @@ from remuda.domain.instance import LIVE, Instance, RetireReason, State
 from remuda.domain.resources import Tier
 from remuda.domain.serialization import to_document
 from remuda.domain.signals import Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import Change, WriteCondition
 from remuda.ports.calls import CallCounter
 from remuda.ports.poll_intervals import (
@@ -92,14 +93,14 @@ async def test_control_record_and_report_have_separate_partitions(
     assert set(await scanned(stores)) == {f"control#{PREFIX}{ID}", f"report#{PREFIX}{ID}", f"history#{ID}"}
 
 
-async def test_first_seen_times_are_stored_with_the_pools_configuration(
+async def test_record_of_the_last_sweep_is_stored_with_the_pools_configuration(
     store: DynamoInstanceStore, stores: DynamoStores
 ) -> None:
-    """Another version of Remuda finds them there."""
-    await store.put_first_seen({"missing:i-1": NOW})
-    key = {"pk": {"S": "pool"}, "sk": {"S": "first_seen"}}
+    """Another version of Remuda finds it there."""
+    await store.put_sweep_record(SweepRecord(next_due_at=NOW))
+    key = {"pk": {"S": "pool"}, "sk": {"S": "sweep"}}
     item = (await stores.client.get_item(TableName=stores.table, Key=key))["Item"]
-    assert item["first_seen"] == {"M": {"missing:i-1": {"S": "2025-05-31T12:00:00.000Z"}}}
+    assert item["nextDueAt"] == {"S": "2025-05-31T12:00:00.000Z"}
 
 
 async def test_table_is_billed_on_demand(store: DynamoInstanceStore, stores: DynamoStores) -> None:
@@ -130,7 +131,7 @@ async def test_change_writes_only_its_fields(store: DynamoInstanceStore, between
     assert update["UpdateExpression"] == "SET #uses = :v0"
 
 
-OWNERS = ("", "p-1/a", "p-1/b")
+CLAIMS = ("", "p-1/a", "p-1/b")
 REPOSITORIES = ("", "octo/one", "octo/two")
 TIMES = (None, at(9.9995), at(10), at(10.0005), at(11))
 
@@ -143,7 +144,7 @@ async def test_condition_expression_matches_the_write_condition(store: DynamoIns
             number,
             state=chance.choice([State.IDLE, State.RUNNING]),
             epoch=chance.choice([1, 2]),
-            owner=chance.choice(OWNERS),
+            claim=chance.choice(CLAIMS),
             threshold=at(10),
             retire_reason=chance.choice([None, None, RetireReason.TOO_OLD]),
             quarantined_until=chance.choice([None, None, at(10)]),
@@ -156,7 +157,7 @@ async def test_condition_expression_matches_the_write_condition(store: DynamoIns
         WriteCondition(
             state=chance.choice([record.state, record.state, record.state, State.IDLE, None]),
             epoch=chance.choice([record.epoch, record.epoch, 1]),
-            owner=chance.choice([None, record.owner, *OWNERS]),
+            claim=chance.choice([None, record.claim, *CLAIMS]),
             threshold_after=chance.choice(TIMES),
             threshold_at_or_before=chance.choice([None, None, *TIMES]),
             not_retired=chance.choice([True, False]),

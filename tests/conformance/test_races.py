@@ -36,7 +36,17 @@ from remuda.ports.event_log import SilentEventLog
 from remuda.ports.store import InstanceStore
 from simulation.memory.compute import MemoryCloud, MemoryCompute, MemoryFleet, MemoryMachines
 from simulation.memory.pool import MemoryQueues, MemoryResourcePool
-from tests.support.records import LONG_S, assignment, birth, change, claim_change, instance, instance_id, pool_config
+from tests.support.records import (
+    LONG_S,
+    assignment,
+    birth,
+    change,
+    claim_change,
+    instance,
+    instance_id,
+    pool_config,
+    run_holder,
+)
 from tests.support.scripted_fleet import ScriptedGitHub
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +155,7 @@ async def test_each_claim_has_one_winner(location: str) -> None:
             results = [result for process in await results_of(racers) for result in process]
 
         records = await store.get_many(names)
-        owners = {key: record.owner for key, record in records.items()}
+        owners = {key: record.claim for key, record in records.items()}
         assert len(owners) == race.items
         assert all((record.state, record.epoch) == (State.CLAIMED, 2) for record in records.values())
         wins = [(won, result["owner"]) for result in results for won in result["won"]]
@@ -171,7 +181,7 @@ async def test_claim_and_renewal_do_not_overwrite_each_other(location: str) -> N
 
         assert claimed == sorted(before), "a renewal never makes a claim fail"
         for name, record in (await store.get_many(list(before))).items():
-            assert (record.state, record.epoch, record.owner) == (State.CLAIMED, 2, "p-1/w")
+            assert (record.state, record.epoch, record.claim) == (State.CLAIMED, 2, "p-1/w")
             assert record.threshold == before[name].threshold + timedelta(minutes=9)
             transitions = [entry.transition for entry in await store.history(name)]
             assert transitions[0] == "birth"
@@ -225,7 +235,7 @@ async def claim_items(store: InstanceStore, client: int, items: range) -> Any:
             record = await store.apply(claim_change(instance(number), owner))
         except Conflict as conflict:
             winner: Instance = conflict.current
-            lost_to[winner.instance_id] = winner.owner
+            lost_to[winner.instance_id] = winner.claim
         else:
             won.append(record.instance_id)
     return {"owner": owner, "won": won, "lost_to": lost_to}
@@ -237,9 +247,8 @@ async def claim_idle_instances(store: InstanceStore) -> list[str]:
         record = await store.get(instance_id(number))
         assert record is not None
         event = Claim(
-            run_id="1",
-            owner="p-1/w",
-            provision_id="p-1",
+            holder=run_holder("1"),
+            claim="p-1/w",
             scope="octo/repo",
             tier=record.tier,
             threshold=record.created_at + timedelta(minutes=number + 12),

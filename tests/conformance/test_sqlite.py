@@ -169,6 +169,16 @@ async def test_newer_schema_version(path: Path, store: SqliteInstanceStore, stor
         await newer.prepare()
 
 
+async def test_older_schema_version(path: Path, store: SqliteInstanceStore, stores: SqliteStores) -> None:
+    await store.prepare()
+    execute(path, f"PRAGMA user_version = {VERSION - 1}")
+    error = await error_of(stores.open())
+    assert (
+        error.message == f"{path} has schema {VERSION - 1} of an older Remuda; this version supports schema {VERSION}"
+    )
+    assert "move remuda.db and its -wal and -shm files away" in error.fix
+
+
 async def test_folder_in_place_of_the_file(path: Path, store: SqliteInstanceStore) -> None:
     path.mkdir()
     assert "folder" in (await error_of(store)).message
@@ -645,7 +655,7 @@ INSTANCES = 2
 # Few values per field, so that guards hold about as often as they fail.
 STATES = st.sampled_from([State.IDLE, State.CLAIMED])
 EPOCHS = st.sampled_from([1, 2])
-OWNERS = st.sampled_from(["", "a"])
+CLAIMS = st.sampled_from(["", "a"])
 TIMES = st.sampled_from([at(1), at(2), at(2.0005)])
 TIERS = st.sampled_from(list(Tier))
 REPOSITORIES = st.sampled_from(["", "octo/one"])
@@ -654,7 +664,7 @@ SETS = st.fixed_dictionaries(
     optional={
         "state": STATES,
         "epoch": EPOCHS,
-        "owner": OWNERS,
+        "claim": CLAIMS,
         "threshold": TIMES,
         "tier": TIERS,
         "repository": REPOSITORIES,
@@ -669,7 +679,7 @@ GUARDS = st.builds(
     WriteCondition,
     state=STATES,
     epoch=EPOCHS,
-    owner=st.none() | OWNERS,
+    claim=st.none() | CLAIMS,
     threshold_after=st.none() | TIMES,
     threshold_at_or_before=st.none() | TIMES,
     not_retired=st.booleans(),

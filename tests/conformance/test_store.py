@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from remuda.domain import provision as provisions
-from remuda.domain.errors import Conflict, ProvisionConflict, Unreadable
+from remuda.domain.errors import Conflict, Unreadable, UserError
 from remuda.domain.instance import LIVE, Instance, RetireReason, State
+from remuda.domain.pool_config import RECORD_VERSION
 from remuda.domain.provision import (
     AcquiredRunner,
     LaunchAttempt,
-    ProvisionChange,
     ProvisionOutcome,
     ProvisionStatus,
     RejectedCandidate,
@@ -24,6 +24,7 @@ from remuda.domain.provision import (
 )
 from remuda.domain.resources import Tier
 from remuda.domain.signals import MAX_DETAIL, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import WriteCondition
 from remuda.ports.store import HISTORY_LIMIT, InstanceStore
 from tests.conformance.conftest import PARSING_STORES, Stores
@@ -40,6 +41,9 @@ from tests.support.records import (
     instance_id,
     pool_config,
     provision,
+    run_holder,
+    set_holder,
+    sweep_record,
 )
 
 ID = instance_id(1)
@@ -57,13 +61,6 @@ async def conflict(awaitable: Any) -> Any:
 # Changes ----------------------------------------------------------------------------------------------------------
 
 
-async def provision_conflict(awaitable: Any) -> Any:
-    """The stored provision of the `ProvisionConflict` that the call raises."""
-    with pytest.raises(ProvisionConflict) as caught:
-        await awaitable
-    return caught.value.current
-
-
 async def test_prepare_is_idempotent_and_returns_its_changes(stores: Stores) -> None:
     store = stores.open()
     assert await store.prepare() != []
@@ -74,10 +71,9 @@ async def test_prepare_is_idempotent_and_returns_its_changes(stores: Stores) -> 
 
 async def test_record_is_read_as_written(store: InstanceStore, other: InstanceStore) -> None:
     full = instance(
-        run_id="1234",
-        last_run_id="1233",
-        owner="p-1/a",
-        provision_id="p-1",
+        holder=set_holder("large", "1234"),
+        last_holder=run_holder("1233", "p-0", attempt=2),
+        claim="p-1/a",
         scope="octo/repo",
         tier=Tier.UNTRUSTED,
         repository="octo/repo",
@@ -103,8 +99,8 @@ async def test_write_returns_the_stored_record(store: InstanceStore) -> None:
 
 
 async def test_create_conflicts_with_an_existing_record(store: InstanceStore) -> None:
-    first = await store.apply(birth(instance(owner="first")))
-    assert await conflict(store.apply(birth(instance(owner="second")))) == first
+    first = await store.apply(birth(instance(claim="first")))
+    assert await conflict(store.apply(birth(instance(claim="second")))) == first
     assert await store.get(ID) == first
     assert len(await store.history(ID)) == 1
 
@@ -115,7 +111,7 @@ async def test_change_of_a_missing_record_conflicts(store: InstanceStore) -> Non
     assert not await store.history(ID)
 
 
-OWNED = instance(owner="p-1/a", threshold=at(10), tier=Tier.TRUSTED, repository="octo/one")
+OWNED = instance(claim="p-1/a", threshold=at(10), tier=Tier.TRUSTED, repository="octo/one")
 RETIRED = instance(retire_reason=RetireReason.SPOT_NOTICE)
 QUARANTINED = instance(quarantined_until=at(10))
 
@@ -127,9 +123,9 @@ QUARANTINED = instance(quarantined_until=at(10))
         (OWNED, {"state": State.RUNNING}, False),
         (OWNED, {"epoch": 2}, False),
         (OWNED, {"epoch": 0}, False),
-        (OWNED, {"owner": "p-1/a"}, True),
-        (OWNED, {"owner": "p-1/b"}, False),
-        (OWNED, {"owner": ""}, False),
+        (OWNED, {"claim": "p-1/a"}, True),
+        (OWNED, {"claim": "p-1/b"}, False),
+        (OWNED, {"claim": ""}, False),
         (OWNED, {"threshold_after": at(10) - MS}, True),
         (OWNED, {"threshold_after": at(10)}, False),
         (OWNED, {"threshold_after": at(10) - timedelta(microseconds=1)}, True),
@@ -144,8 +140,8 @@ QUARANTINED = instance(quarantined_until=at(10))
         (OWNED, {"repository": "octo/one"}, True),
         (OWNED, {"repository": "octo/two"}, False),
         (OWNED, {"repository": ""}, False),
-        (OWNED, {"owner": "p-1/a", "threshold_after": at(9), "not_retired": True, "tiers": (Tier.TRUSTED,)}, True),
-        (OWNED, {"owner": "p-1/a", "threshold_after": at(11), "not_retired": True, "tiers": (Tier.TRUSTED,)}, False),
+        (OWNED, {"claim": "p-1/a", "threshold_after": at(9), "not_retired": True, "tiers": (Tier.TRUSTED,)}, True),
+        (OWNED, {"claim": "p-1/a", "threshold_after": at(11), "not_retired": True, "tiers": (Tier.TRUSTED,)}, False),
         (RETIRED, {"not_retired": True}, False),
         (RETIRED, {}, True),
         (OWNED, {"max_quarantined_until": at(0)}, True),
@@ -273,7 +269,9 @@ async def test_find_returns_all_pages(store: InstanceStore) -> None:
 
 async def test_searches_follow_changes(store: InstanceStore) -> None:
     record = await store.apply(birth(instance(provision_id="p-1")))
-    moved = await store.apply(change(record, state=State.TERMINATED, provision_id="p-2", threshold=at(1)))
+    moved = await store.apply(
+        change(record, state=State.TERMINATED, last_holder=run_holder(provision_id="p-2"), threshold=at(1))
+    )
     assert await store.find([State.IDLE]) == []
     assert await store.find([State.TERMINATED], threshold_before=at(1)) == [moved]
     assert await store.find_by_provision("p-1") == []
@@ -447,9 +445,9 @@ async def test_provision_can_be_created_once(store: InstanceStore, other: Instan
     first = provision()
     await store.put_provision(first)
     assert await conflict(other.put_provision(provision(count=9))) == first
-    assert await other.get_provision("1234", "p-1") == first
-    assert await store.get_provision("1235", "p-1") is None
-    assert await store.get_provision("1234", "p-2") is None
+    assert await other.get_provision(run_holder("1234", "p-1")) == first
+    assert await store.get_provision(run_holder("1235", "p-1")) is None
+    assert await store.get_provision(run_holder("1234", "p-2")) is None
 
 
 async def test_replacing_a_provision_is_conditional(store: InstanceStore, other: InstanceStore) -> None:
@@ -468,61 +466,20 @@ async def test_replacing_a_provision_is_conditional(store: InstanceStore, other:
     # Fields that are not part of the condition may differ.
     await other.replace_provision(replace(committed, why="another reason"), released)
     await store.replace_provision(released, provisions.settled(released, forget_at=at(99)))
-    assert await other.get_provision("1234", "p-1") == provisions.settled(released, forget_at=at(99))
+    assert await other.get_provision(run_holder("1234", "p-1")) == provisions.settled(released, forget_at=at(99))
 
 
-async def test_instance_and_provision_are_written_together(store: InstanceStore, other: InstanceStore) -> None:
-    claimed = await store.apply(birth(instance(state=State.CLAIMED, provision_id="p-1")))
-    opened = provision()
-    await store.put_provision(opened)
-    start = change(claimed, transition="equip", state=State.RUNNING).only_for(claimed)
-    commit = ProvisionChange(before=opened, after=provisions.committed(opened, (ID,), deadline=at(99)))
-    await store.apply_with_provision(start, commit)
-    assert await other.get(ID) == start.applied_to(claimed)
-    assert await other.get_provision("1234", "p-1") == commit.after
-    assert [entry.transition for entry in await store.history(ID)] == ["birth", "equip"]
-
-
-async def test_neither_is_written_if_one_of_both_has_changed(store: InstanceStore, other: InstanceStore) -> None:
-    claimed = await store.apply(birth(instance(state=State.CLAIMED, provision_id="p-1")))
-    opened = provision()
-    start = change(claimed, state=State.RUNNING).only_for(claimed)
-    commit = ProvisionChange(before=opened, after=provisions.committed(opened, (ID,), deadline=at(99)))
-    assert await provision_conflict(store.apply_with_provision(start, commit)) is None
-    released = provisions.released(opened, now=NOW, why="late")
-    await store.put_provision(released)
-    assert await provision_conflict(store.apply_with_provision(start, commit)) == released
-    assert await other.get(ID) == claimed
-    # The instance is named first, so that a repeated write recognises its own result.
-    retired = await store.apply(change(claimed, retire_reason=RetireReason.DRAINED))
-    assert await conflict(store.apply_with_provision(start, commit)) == retired
-    close = ProvisionChange(before=released, after=provisions.settled(released, forget_at=at(99)))
-    assert await conflict(store.apply_with_provision(start, close)) == retired
-    assert await other.get(ID) == retired
-    assert await other.get_provision("1234", "p-1") == released
-    missing = replace(start, instance_id=instance_id(2))
-    assert await conflict(store.apply_with_provision(missing, close)) is None
-    assert [entry.transition for entry in await store.history(ID)] == ["birth", "test"]
-
-
-@pytest.mark.parametrize(
-    "sets",
-    [
-        {"run_id": "99"},
-        {"threshold": at(3_601)},
-        {"retire_reason": RetireReason.DRAINED},
-        {"quarantined_until": at(700)},
-    ],
-    ids=lambda sets: next(iter(sets)),
-)
-async def test_change_for_a_known_record_conflicts_after_any_other_change(
-    store: InstanceStore, sets: dict[str, Any]
-) -> None:
-    running = await store.apply(birth(instance(state=State.RUNNING, run_id="1")))
-    ours = change(running, state=State.RELEASING).only_for(running)
-    changed = await store.apply(change(running, **sets))
-    assert await conflict(store.apply(ours)) == changed
-    assert (await store.apply(change(changed, state=State.RELEASING).only_for(changed))).state is State.RELEASING
+async def test_change_of_a_runner_set_depends_on_its_job(store: InstanceStore) -> None:
+    listening = await store.apply(birth(instance(state=State.RUNNING, holder=set_holder())))
+    assert listening.holder == set_holder()
+    guard = WriteCondition(state=State.RUNNING, epoch=1, equals=(("holder", listening.holder),))
+    unnamed = await store.apply(change(listening, guard, holder=set_holder(run_id="")))
+    assert unnamed.holder == set_holder(run_id="")
+    for late in (set_holder(run_id="77"), None):
+        assert await conflict(store.apply(change(listening, guard, holder=late))) == unnamed
+    guard = replace(guard, equals=(("holder", unnamed.holder),))
+    assert (await store.apply(change(unnamed, guard, holder=None))).holder is None
+    assert await conflict(store.apply(change(unnamed, guard, holder=None))) is not None
 
 
 async def test_concurrent_replacements_have_one_winner(stores: Stores, store: InstanceStore) -> None:
@@ -536,7 +493,7 @@ async def test_concurrent_replacements_have_one_winner(stores: Stores, store: In
     )
     (winner,) = (rival for rival, outcome in zip(rivals, outcomes, strict=True) if outcome is None)
     assert [each.current for each in outcomes if isinstance(each, Conflict)] == [winner] * 4
-    assert await store.get_provision("1234", "p-1") == winner
+    assert await store.get_provision(run_holder("1234", "p-1")) == winner
 
 
 async def test_provisions_of_a_run_are_oldest_first(store: InstanceStore) -> None:
@@ -577,7 +534,7 @@ async def test_provision_outcome_is_stored(store: InstanceStore, other: Instance
     assert await conflict(other.replace_provision(opened, committed)) == committed
     released = provisions.released(committed, now=at(3), why="done")
     await other.replace_provision(committed, released)
-    found = await store.get_provision("1234", "p-1")
+    found = await store.get_provision(run_holder("1234", "p-1"))
     assert found == released
     assert found is not None
     assert found.outcome == outcome
@@ -597,7 +554,7 @@ async def test_unsettled_provisions(store: InstanceStore) -> None:
     assert {each.provision_id for each in await store.unsettled_provisions(at(2))} == {"p-1", "p-2", "p-4", "p-5"}
 
 
-# Configuration, first-seen times, expiry --------------------------------------------------------------------------
+# Configuration, record of the last sweep, expiry ------------------------------------------------------------------
 
 
 async def test_configuration_revisions_are_consecutive(store: InstanceStore, other: InstanceStore) -> None:
@@ -611,11 +568,19 @@ async def test_configuration_revisions_are_consecutive(store: InstanceStore, oth
     assert await store.get_config() == pool_config(2, max_instances=5)
 
 
-async def test_first_seen_times_are_replaced_completely(store: InstanceStore, other: InstanceStore) -> None:
-    assert await store.get_first_seen() == {}
-    await store.put_first_seen({"gone:i-1": at(1), "stale-registration:7": at(2)})
-    await other.put_first_seen({"gone:i-2": at(3)})
-    assert await store.get_first_seen() == {"gone:i-2": at(3)}
+async def test_records_of_another_version_are_refused(store: InstanceStore, other: InstanceStore) -> None:
+    await store.put_config(pool_config(1, record_version=RECORD_VERSION - 1))
+    for reader in (store, other):
+        with pytest.raises(UserError, match="the records of pool test have version"):
+            await reader.get_config()
+
+
+async def test_record_of_the_last_sweep_is_replaced_completely(store: InstanceStore, other: InstanceStore) -> None:
+    assert await store.get_sweep_record() == SweepRecord()
+    await store.put_sweep_record(sweep_record())
+    assert await other.get_sweep_record() == sweep_record()
+    await other.put_sweep_record(SweepRecord(next_due_at=at(3)))
+    assert await store.get_sweep_record() == SweepRecord(next_due_at=at(3))
 
 
 async def test_forget_removes_due_records(store: InstanceStore) -> None:
@@ -671,7 +636,7 @@ async def test_malformed_records(stores: Stores, store: InstanceStore) -> None:
         (store.get_many([ID, instance_id(2)]), ID, {instance_id(2): good}),
         (store.get_report(ID), ID, {}),
         (store.get_reports([ID, instance_id(2)]), ID, {instance_id(2): other_report}),
-        (store.get_provision("1234", "p-1"), "p-1", {}),
+        (store.get_provision(run_holder("1234", "p-1")), "p-1", {}),
         (store.provisions_of_run("1234"), "p-1", {"p-2": provision(2, deadline=NOW)}),
         (store.wait_for_control(ID, None, LONG_S), ID, {}),
         (store.wait_for_report(ID, None, LONG_S), ID, {}),

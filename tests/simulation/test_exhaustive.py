@@ -107,7 +107,7 @@ def _without_condition(name: str, condition: str) -> Mutant:
 
 _ANY_EPOCH = _without_condition("any-epoch", "record.epoch == self.epoch")
 _ANY_STATE = _without_condition("any-state", "record.state is self.state")
-_ANY_OWNER = _without_condition("any-owner", "self.owner is None or record.owner == self.owner")
+_ANY_CLAIM = _without_condition("any-claim", "self.claim is None or record.claim == self.claim")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ _ANY_OWNER = _without_condition("any-owner", "self.owner is None or record.owner
         (_mutant("claim-across-tiers"), "S11", ()),
         (_mutant("claim-of-the-retired"), "S2", ("--operator",)),
         (_mutant("adopt-a-sibling"), "S1", ("--runs=3",)),
-        (_ANY_OWNER, "S", ("--runs=3", "--lost-answer")),
+        (_ANY_CLAIM, "S", ("--runs=3", "--lost-answer")),
         (_mutant("create-over-a-tombstone"), "S5", ()),
         (_mutant("start-before-running"), "S2", ("--instances=2",)),
         (_mutant("stop-before-removal"), "S6", ("--instances=2",)),

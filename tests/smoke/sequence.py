@@ -223,7 +223,7 @@ class SmokeRun:
             return True if jobs.get("test", ("", None))[0] == "in_progress" else None
 
         await self.until("the job on a spot machine", job_runs, within_s=RUN_TAKES_S)
-        (machine,) = [each for each in await self._machines("spot notice") if each["run_id"] == str(run.run_id)]
+        (machine,) = [each for each in await self._machines("spot notice") if is_held_by(each, run.run_id)]
         if machine["usage_class"] != "spot":
             raise SmokeFailure(f"{machine['instance_id']} is {machine['usage_class']}, not spot")
         experiment = await self.account.send_spot_notice(self.pool, machine["instance_id"], role_arn=self._role_arn)
@@ -338,6 +338,11 @@ class SmokeRun:
             if self.clock.monotonic() >= deadline:
                 raise TimedOut(f"{', '.join(left)} still exist: terminate them by hand")
             await self.clock.sleep(POLL_S)
+
+
+def is_held_by(machine: Mapping[str, Any], run_id: int) -> bool:
+    """Whether a machine in the document of `status` has this run."""
+    return bool(machine["holder"]) and machine["holder"].get("run_id") == str(run_id)
 
 
 def _check_clean(left: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from remuda.agent.loop import Agent
 from remuda.domain.errors import Unavailable
-from remuda.domain.instance import Assignment, Credential, Instance, State, holder_id
+from remuda.domain.instance import Assignment, Credential, Instance, State
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal
 from remuda.domain.transitions import Actor, Bind, Claim, Commit, Equip, Event, Release, ReturnToPool, advance, create
@@ -20,7 +20,7 @@ from remuda.ports.machine import AgentState, Identity, RemovalStatus, RunnerStat
 from remuda.ports.store import InstanceStore
 from simulation.loop import SeededIds, VirtualClock
 from simulation.memory.store import MemoryDatabase, MemoryInstanceStore
-from tests.support.records import assignment, at, instance, instance_id
+from tests.support.records import assignment, at, instance, instance_id, run_holder, set_holder
 from tests.support.virtual_time import until
 
 ID = instance_id(1)
@@ -271,18 +271,16 @@ class AgentFixture:
     async def create(self, **changed: Any) -> None:
         record = instance(
             state=State.CREATED,
-            owner="p-1/a",
-            provision_id="p-1",
+            claim="p-1/a",
             threshold=at(self.clock.monotonic() + 300),
-            **{"run_id": "1234", "assignment": assignment(1), **changed},
+            **{"holder": run_holder(), "assignment": assignment(1), **changed},
         )
         await self.control.apply(create(record, by=Actor.PROVISION, why="a test"))
 
     async def claim(self) -> None:
         event = Claim(
-            run_id="1235",
-            owner="p-2/a",
-            provision_id="p-2",
+            holder=run_holder("1235", "p-2"),
+            claim="p-2/a",
             scope="octo/repo",
             tier=self.record.tier,
             threshold=at(self.clock.monotonic() + 300),
@@ -292,7 +290,7 @@ class AgentFixture:
         await self.apply(event, Actor.PROVISION)
 
     async def commit(self, max_runtime_s: float = 1_800.0) -> None:
-        event = Commit(owner=self.record.owner, report=self.report, max_runtime_s=max_runtime_s)
+        event = Commit(claim=self.record.claim, report=self.report, max_runtime_s=max_runtime_s)
         await self.apply(event, Actor.PROVISION)
 
     async def release(self, release_time_s: float = 300.0) -> None:
@@ -305,14 +303,12 @@ class AgentFixture:
     # Runner sets
 
     async def create_in_set(self) -> None:
-        await self.create(run_id=holder_id(SET), runner_set=SET, assignment=self._bare(1))
+        await self.create(holder=set_holder(SET), assignment=self._bare(1))
 
     async def claim_for_set(self) -> None:
         event = Claim(
-            run_id=holder_id(SET),
-            runner_set=SET,
-            owner="p-2/a",
-            provision_id="p-2",
+            holder=set_holder(SET, provision_id="p-2"),
+            claim="p-2/a",
             scope="octo/repo",
             tier=self.record.tier,
             threshold=at(self.clock.monotonic() + 300),
@@ -326,7 +322,7 @@ class AgentFixture:
 
     async def equip(self, listening_time_s: float = 900.0, max_runtime_s: float = 1_800.0) -> None:
         event = Equip(
-            owner=self.record.owner,
+            claim=self.record.claim,
             report=self.report,
             jit_config=f"configuration-{self.record.epoch}",
             runner_id=6 + self.record.epoch,

@@ -29,10 +29,18 @@ from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.schema import connect, create
 from remuda.adapters.system.clock import SystemClock, SystemIds
 from remuda.controlplane.context import Context
-from remuda.domain.demand import LISTENER_LEASE, DemandRecord, DemandStatistics, JobRecord, Lease, QueuedJob
+from remuda.domain.demand import (
+    LISTENER_LEASE,
+    DemandRecord,
+    DemandStatistics,
+    JobRecord,
+    Lease,
+    QueuedJob,
+    RepositoryQueue,
+)
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import Actor, HistoryEntry, Instance, RetireReason, State
-from remuda.domain.pool_config import PoolConfig, runner_name
+from remuda.domain.pool_config import RECORD_VERSION, PoolConfig, runner_name
 from remuda.domain.provision import (
     AcquiredRunner,
     Provision,
@@ -41,17 +49,16 @@ from remuda.domain.provision import (
     ProvisionStatus,
     RunnerSource,
 )
-from remuda.domain.reporting.job_queue import audited_anomaly, job_anomaly
-from remuda.domain.reporting.warnings import SWEEP_DUE
 from remuda.domain.resources import DEFAULT_CLASSES, UsageClass
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
+from remuda.domain.sweep_record import QueueAudit, SweepRecord
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.timestamps import to_milliseconds
 from remuda.fake_github import Endpoint, write_endpoint
 from remuda.web.dashboard.feed import Feed
 from tests.support.local_backend import run_local
-from tests.support.records import NOW, entry, instance
+from tests.support.records import NOW, entry, instance, run_holder, set_holder
 
 #: Executable names, in order of preference. The headless shell starts fastest.
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -246,6 +253,7 @@ def prepare_store(folder: Path, *, pool: str = "default", **configured: Any) -> 
         "max_instances": 5_000,
         "github_url": "https://github.com",
         "applied_at": NOW,
+        "record_version": RECORD_VERSION,
     }
     config = PoolConfig(pool=pool, **{**values, **configured})
     with_store(file, lambda connection: tables.write_single(connection, "config", encode(config)))
@@ -309,12 +317,10 @@ def write_sweep(file: Path, *, now: datetime) -> None:
         labels=("self-hosted", "remuda", "gpu"),
         queued_at=now - timedelta(minutes=9),
     )
-    first_seen = {
-        SWEEP_DUE: now + timedelta(hours=1),
-        audited_anomaly(job.repository): now - timedelta(minutes=2),
-        job_anomaly(job): job.queued_at,
-    }
-    with_store(file, lambda connection: tables.write_single(connection, "first_seen", encode(first_seen)))
+    read_at = now - timedelta(minutes=2)
+    queue = RepositoryQueue(repository=job.repository.lower(), read_at=read_at, jobs=(job,))
+    sweep = SweepRecord(next_due_at=now + timedelta(hours=1), audit=QueueAudit(at=read_at, queues=(queue,)))
+    with_store(file, lambda connection: tables.write_single(connection, "sweep", encode(sweep)))
 
 
 #: Repositories of runs and jobs, with names as long as real ones.
@@ -360,7 +366,7 @@ def in_sets(
         jobs.append(
             _job(next(names), runner_set, record, now, queued=began - timedelta(seconds=2), started=began, pool=pool)
         )
-        changed.append((replace(record, runner_set=runner_set.name), entries))
+        changed.append((replace(record, holder=set_holder(runner_set.name, record.run_id)), entries))
     for number, runner_set in enumerate((SAMPLE_SETS[0], *[SAMPLE_SETS[1]] * 4)):
         jobs.append(
             _job(next(names), runner_set, None, now, queued=now - timedelta(seconds=12 + 40 * number), pool=pool)
@@ -486,7 +492,6 @@ def _instance(steps: int, *, now: datetime, rng: random.Random, ends: bool) -> S
         gone_at, terminated = at + timedelta(seconds=20), (State.TERMINATING, State.TERMINATED)
         entries.append(_entry(gone_at, "confirm", *terminated, epoch, run, Actor.REFRESH, "gone"))
         state = State.TERMINATED
-    assigned = state in {State.CREATED, State.CLAIMED, State.RUNNING}
     record = instance(
         instance_id=instance_id,
         state=state,
@@ -496,8 +501,7 @@ def _instance(steps: int, *, now: datetime, rng: random.Random, ends: bool) -> S
         instance_type=_TYPES[resource_class],
         usage_class=usage,
         created_at=created_at,
-        run_id=run if assigned else "",
-        last_run_id="" if assigned else run,
+        run_id=run,
         uses=epoch - 1,
         retire_reason=reason,
         forget_at=now + timedelta(days=7) if ends else None,
@@ -531,10 +535,8 @@ def sample_provisions(count: int, *, now: datetime, span_s: float, seed: int = 2
             error="no capacity for c6i.large in any zone" if failed else "",
         )
         yield Provision(
-            provision_id=f"p-{number:06d}",
-            run_id=str(FIRST_RUN + number),
+            holder=run_holder(str(FIRST_RUN + number), f"p-{number:06d}"),
             repository=SAMPLE_REPOSITORIES[number % len(SAMPLE_REPOSITORIES)],
-            attempt=1,
             resource_class=rng.choices(tuple(_TYPES), (5, 3, 1))[0],
             count=count_wanted,
             created_at=began,
@@ -559,15 +561,16 @@ def next_transition(record: Instance, *, now: datetime) -> SampleInstance:
     """Apply the next transition. Return the changed record and the new history entry."""
     transition, target, by, why = _NEXT[record.state]
     epoch = record.epoch + (transition == "claim")
-    run = str(FIRST_RUN + 10_000 + epoch) if transition == "claim" else record.run_id or record.last_run_id
-    assigned = target in {State.CLAIMED, State.RUNNING}
+    last = record.latest_holder.run_id if record.latest_holder is not None else ""
+    run = str(FIRST_RUN + 10_000 + epoch) if transition == "claim" else last
+    is_held = target in {State.CLAIMED, State.RUNNING}
     made = _entry(now, transition, record.state, target, epoch, run, by, why)
     changed = replace(
         record,
         state=target,
         epoch=epoch,
-        run_id=run if assigned else "",
-        last_run_id=record.last_run_id if assigned else run,
+        holder=run_holder(run) if is_held else None,
+        last_holder=None if is_held else run_holder(run),
         uses=record.uses + (transition == "pool"),
         threshold=to_milliseconds(now + timedelta(seconds=600)),
     )

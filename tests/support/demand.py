@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import httpx
 
-from remuda.domain.instance import HOLDER_PREFIX
 from remuda.fake_github.client import FakeGitHubClient, JobStep, JobView, RunnerView, ScaleSetView
 from tests.support.local_backend import LIMIT_S, LONG_LIFETIMES, POLL_S, REPO, LocalBackend
 
@@ -40,6 +39,12 @@ jobs:
 
 def runner_set(**changed: Any) -> dict[str, Any]:
     return {"name": "large", "labels": list(LABELS), "max": MAX, **changed}
+
+
+def run_of(record: Mapping[str, Any]) -> str:
+    """The run of the job that a stored record of a set's machine has; empty if it has none."""
+    holder = record.get("holder") or {}
+    return str((holder.get("job") or {}).get("run", ""))
 
 
 def kill_process(pid: int) -> None:
@@ -165,7 +170,7 @@ class DemandBackend(LocalBackend):
 
     def bound(self, run_id: str) -> list[str]:
         """Ids of the machines that run a job of this run."""
-        return [key for key, item in self.records().items() if item["runId"] == run_id and item["state"] == "running"]
+        return [key for key, item in self.records().items() if run_of(item) == run_id and item["state"] == "running"]
 
     # Checks
 
@@ -209,7 +214,7 @@ class DemandBackend(LocalBackend):
         """Ids of the open provisions of sets."""
         documents = [json.loads(row[0]) for row in self.rows("SELECT doc FROM provisions")]
         return [
-            item["provisionId"]
+            item["holder"]["provision"]
             for item in documents
-            if item["runId"].startswith(HOLDER_PREFIX) and item["status"] != "released"
+            if "set" in item["holder"] and item["status"] != "released"
         ]

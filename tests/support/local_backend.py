@@ -166,7 +166,7 @@ class LocalBackend:
         return {item["instanceId"]: item for item in documents}
 
     def provisions(self, run_id: str) -> list[dict[str, Any]]:
-        return [json.loads(row[0]) for row in self.rows("SELECT doc FROM provisions WHERE run_id = ?", run_id)]
+        return [json.loads(row[0]) for row in self.rows("SELECT doc FROM provisions WHERE holder = ?", run_id)]
 
     def machines(self) -> list[str]:
         """Ids of the machines that have not finished."""
@@ -243,5 +243,5 @@ class LocalBackend:
         return record is None or record["state"] not in {"created", "claimed", "running", "releasing"}
 
     def summary(self) -> str:
-        shown = ("instanceId", "state", "epoch", "runId", "lastRunId", "threshold", "retireReason", "resourceClass")
+        shown = ("instanceId", "state", "epoch", "holder", "lastHolder", "threshold", "retireReason", "resourceClass")
         return "\n".join(str({key: item[key] for key in shown}) for item in self.records().values())

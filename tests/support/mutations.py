@@ -22,11 +22,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from remuda.domain.errors import MAX_MESSAGE, RemudaError, Unreadable
+from remuda.domain.holder import Holder
 from remuda.domain.instance import Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
-from remuda.domain.serialization import from_document, parse
+from remuda.domain.serialization import from_document
 from remuda.domain.signals import Report
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock
@@ -231,7 +233,8 @@ class CorruptDocuments:
 
     def __init__(self) -> None:
         self.documents: dict[tuple[type[Any], str], Any] = {}
-        self.first_seen: Any = None
+        #: The same for the record of the last sweep.
+        self.sweep: Any = None
 
     def read(self, kind: type[T], name: str, stored: T | None) -> T | None:
         """Parse the document that replaces a record, if any. Raise `Unreadable` if it is malformed."""
@@ -341,10 +344,10 @@ class CorruptingStore(MemoryInstanceStore):
         self._corrupt.documents.pop((Report, instance_id), None)
         await super().write_signal(instance_id, **signalled)
 
-    # Provisions, configuration, first_seen
+    # Provisions, configuration, record of the last sweep
 
-    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
-        return self._corrupt.read(Provision, provision_id, await super().get_provision(run_id, provision_id))
+    async def get_provision(self, holder: Holder) -> Provision | None:
+        return self._corrupt.read(Provision, holder.provision_id, await super().get_provision(holder))
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         found = await super().provisions_of_run(run_id)
@@ -362,15 +365,14 @@ class CorruptingStore(MemoryInstanceStore):
     async def get_config(self) -> PoolConfig | None:
         return self._corrupt.read(PoolConfig, "config", await super().get_config())
 
-    async def get_first_seen(self) -> Mapping[str, datetime]:
-        if self._corrupt.first_seen is None:
-            return await super().get_first_seen()
+    async def get_sweep_record(self) -> SweepRecord:
+        if self._corrupt.sweep is None:
+            return await super().get_sweep_record()
         try:
-            found: Mapping[str, datetime] = parse(Mapping[str, datetime], self._corrupt.first_seen, "first_seen")
+            return from_document(SweepRecord, self._corrupt.sweep)
         except ValueError as error:
-            raise Unreadable(NAME, {"first_seen": str(error)}) from error
-        return found
+            raise Unreadable(NAME, {"sweep": str(error)}) from error
 
-    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
-        self._corrupt.first_seen = None
-        await super().put_first_seen(first_seen)
+    async def put_sweep_record(self, record: SweepRecord) -> None:
+        self._corrupt.sweep = None
+        await super().put_sweep_record(record)

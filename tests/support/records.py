@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from remuda.domain.demand import DemandRecord, JobRecord
-from remuda.domain.instance import ASSIGNED, Assignment, Credential, HistoryEntry, Instance, State, holder_id
-from remuda.domain.pool_config import PoolConfig, ScopeTokens
+from remuda.domain.demand import DemandRecord, JobRecord, QueuedJob, RepositoryQueue
+from remuda.domain.holder import Holder, RunHolder, SetHolder, StartedJob
+from remuda.domain.instance import ASSIGNED, Assignment, Credential, HistoryEntry, Instance, State
+from remuda.domain.pool_config import RECORD_VERSION, PoolConfig, ScopeTokens
 from remuda.domain.provision import Provision
 from remuda.domain.resources import (
     DEFAULT_CLASSES,
@@ -20,6 +22,15 @@ from remuda.domain.resources import (
     UsageClass,
 )
 from remuda.domain.signals import Report, Signal
+from remuda.domain.sweep_record import (
+    Anomaly,
+    AnomalyKind,
+    EmptyRunList,
+    QueueAudit,
+    RunAnswer,
+    SweepRecord,
+    UnreadableRepository,
+)
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import (
     Actor,
@@ -65,7 +76,38 @@ def instance_id(number: int) -> str:
     return f"i-{number:017x}"
 
 
+def run_holder(run_id: str = "1234", provision_id: str = "p-1", attempt: int = 1) -> RunHolder:
+    return RunHolder(run_id=run_id, attempt=attempt, provision_id=provision_id)
+
+
+def set_holder(name: str = "large", run_id: str | None = None, provision_id: str = "p-1") -> SetHolder:
+    """A runner set, whose job is of this run; an empty run id for a job that nobody has named, None for no job."""
+    job = None if run_id is None else StartedJob(run_id=run_id)
+    return SetHolder(name=name, job=job, provision_id=provision_id)
+
+
+def _named(changed: Mapping[str, Any]) -> Holder:
+    """The holder that these keywords name: a run, or a runner set with the run of its job, if it has one."""
+    provision_id = changed.get("provision_id", "p-1")
+    if runner_set := changed.get("runner_set"):
+        return set_holder(runner_set, changed.get("run_id"), provision_id)
+    return run_holder(changed.get("run_id", "1234"), provision_id, changed.get("attempt", 1))
+
+
+_NAMING = frozenset({"run_id", "runner_set", "provision_id", "attempt"})
+
+
+def held(state: State, /, **changed: Any) -> dict[str, Any]:
+    """The fields to change. `run_id`, `runner_set`, `provision_id` and `attempt` name the holder, or the last one."""
+    kept = {name: value for name, value in changed.items() if name not in _NAMING}
+    if kept == changed:
+        return changed
+    is_nobody = changed.get("run_id") == "" and not changed.get("runner_set")
+    return {"holder" if state in ASSIGNED else "last_holder": None if is_nobody else _named(changed), **kept}
+
+
 def instance(number: int = 1, **changed: Any) -> Instance:
+    """An instance, by default idle and never used. See `held` for its holder."""
     values: dict[str, Any] = {
         "instance_id": instance_id(number),
         "state": State.IDLE,
@@ -78,7 +120,8 @@ def instance(number: int = 1, **changed: Any) -> Instance:
         "memory_mib": 4_096,
         "created_at": NOW,
     }
-    return Instance(**{**values, **changed})
+    state = changed.get("state", State.IDLE)
+    return Instance(**{**values, **held(state, **changed)})
 
 
 def entry(transition: str = "test", **changed: Any) -> HistoryEntry:
@@ -88,11 +131,11 @@ def entry(transition: str = "test", **changed: Any) -> HistoryEntry:
         "source": State.IDLE,
         "target": State.IDLE,
         "epoch": 1,
-        "run_id": "",
+        "holder": None,
         "by": Actor.REFRESH,
         "why": "a test",
     }
-    return HistoryEntry(**{**values, **changed})
+    return HistoryEntry(**{**values, **held(State.RUNNING, **changed)})
 
 
 def birth(record: Instance) -> Change:
@@ -126,15 +169,13 @@ def assignment(epoch: int = 1, number: int = 1) -> Assignment:
 
 def provision(number: int = 1, **changed: Any) -> Provision:
     values: dict[str, Any] = {
-        "provision_id": f"p-{number}",
-        "run_id": "1234",
-        "attempt": 1,
         "resource_class": "large",
         "count": 2,
         "created_at": at(number),
         "deadline": at(number + 300),
     }
-    return Provision(**{**values, **changed})
+    named = {"provision_id": f"p-{number}", **changed}
+    return Provision(**{**values, **held(State.RUNNING, **named)})
 
 
 def demand_record(runner_set: str = "large", **changed: Any) -> DemandRecord:
@@ -154,6 +195,28 @@ def job_record(number: int = 1, **changed: Any) -> JobRecord:
         "seen_at": at(number),
     }
     return JobRecord(**{**values, **changed})
+
+
+def sweep_record(**changed: Any) -> SweepRecord:
+    """The record of a sweep that has seen something of each kind."""
+    job = QueuedJob(job_id="9", run_id="7", repository="octo/app", name="gpu", labels=("gpu",), queued_at=at(-900))
+    refused = UnreadableRepository(repository="octo/lib", reason="403", at=at(-60))
+    anomalies = (
+        Anomaly(kind=AnomalyKind.MISSING, subject=instance_id(1), first_seen_at=at(-60)),
+        Anomaly(kind=AnomalyKind.SPENT, subject=instance_id(2), epoch=3, first_seen_at=at(-30)),
+    )
+    runs = (
+        RunAnswer(repository="octo/app", run_id="7", asked_at=at(-60), etag='"e"'),
+        RunAnswer(repository="octo/app", run_id="8", asked_at=at(-60), ended_attempt=2, ended_at=at(-90)),
+    )
+    audit = QueueAudit(
+        at=at(-60),
+        queues=(RepositoryQueue(repository="octo/app", read_at=at(-60), jobs=(job,)),),
+        unreadable=(refused,),
+        empty_lists=(EmptyRunList(repository="octo/app", status="queued", etag='"e"'),),
+    )
+    values: dict[str, Any] = {"anomalies": anomalies, "runs": runs, "unreadable": (refused,), "audit": audit}
+    return SweepRecord(next_due_at=at(900), **{**values, **changed})
 
 
 def runner_request(**changed: Any) -> RunnerRequest:
@@ -190,6 +253,7 @@ def pool_config(revision: int = 1, **changed: Any) -> PoolConfig:
         "github_url": "https://github.com",
         "applied_at": NOW,
         "revision": revision,
+        "record_version": RECORD_VERSION,
         "tokens": (ScopeTokens(scope="octo/repo", registration=token, removal=token),),
         "launch": {"image": "ami-1"},
     }
@@ -209,45 +273,46 @@ def message(number: int = 1, **changed: Any) -> PoolMessage:
     return PoolMessage(**{**values, **changed})
 
 
-OWNER = "p-1/a"
+CLAIM = "p-1/a"
 REMOVAL = Credential(token="removal-t0ken", expires_at=at(3_600))
 
 
 def in_state(state: State, **changed: Any) -> Instance:
     """An instance in this state with epoch 2 that has served one run before."""
-    base = instance(state=state, epoch=2, uses=1, owner=OWNER, provision_id="p-1", scope="octo/repo")
-    runs = {"run_id": "1234", "last_run_id": "1233", "assignment": assignment(2)}
+    base = instance(state=state, epoch=2, uses=1, claim=CLAIM, scope="octo/repo")
+    runs = {"holder": run_holder(), "assignment": assignment(2)}
+    before = {"holder": None, "last_holder": run_holder()}
     without_credential = replace(assignment(2), credential=None)
     values: dict[State, dict[str, Any]] = {
-        State.CREATED: {**runs, "epoch": 1, "uses": 0, "last_run_id": "", "assignment": assignment(1)},
+        State.CREATED: {**runs, "epoch": 1, "uses": 0, "assignment": assignment(1)},
         State.CLAIMED: runs,
         State.RUNNING: {**runs, "assignment": without_credential, "threshold": at(1_800)},
         State.RELEASING: {
-            "last_run_id": "1234",
+            **before,
             "assignment": replace(assignment(2), credential=REMOVAL),
             "threshold": at(300),
             "run_deadline": at(1_800),
         },
-        State.IDLE: {"last_run_id": "1234", "announced_at": at(-5)},
-        State.TERMINATING: {"last_run_id": "1234", "retire_reason": RetireReason.EXPIRED, "threshold": at(0)},
+        State.IDLE: {**before, "announced_at": at(-5)},
+        State.TERMINATING: {**before, "retire_reason": RetireReason.EXPIRED, "threshold": at(0)},
         State.TERMINATED: {
-            "last_run_id": "1234",
+            **before,
             "retire_reason": RetireReason.EXPIRED,
             "threshold": at(0),
             "forget_at": at(600),
         },
     }
-    return replace(base, **{**values[state], **changed})
+    return replace(base, **{**values[state], **held(state, **changed)})
 
 
 def in_set(state: State, **changed: Any) -> Instance:
     """An instance in this state that the runner set `large` holds, without a job."""
-    values: dict[str, Any] = {"runner_set": "large"}
+    values: dict[str, Any] = {"holder" if state in ASSIGNED else "last_holder": set_holder()}
     if state in ASSIGNED:
-        values["run_id"] = holder_id("large")
         values["assignment"] = replace(assignment(1 if state is State.CREATED else 2), credential=None)
     if state is State.RUNNING:
         values |= {"threshold": at(900), "run_deadline": at(2_700)}
+    changed = held(state, **{"runner_set": "large", **changed}) if _NAMING & set(changed) else changed
     return in_state(state, **{**values, **changed})
 
 
@@ -257,23 +322,21 @@ def report(signal: Signal | None = None, epoch: int = 2, **changed: Any) -> Repo
 
 def claim(**changed: Any) -> Claim:
     values: dict[str, Any] = {
-        "run_id": "1235",
-        "owner": "p-2/b",
-        "provision_id": "p-2",
+        "holder": run_holder("1235", "p-2"),
+        "claim": "p-2/b",
         "scope": "octo/other",
         "tier": Tier.TRUSTED,
         "threshold": at(300),
         "assignment": assignment(3),
         "margin_s": 60.0,
     }
-    return Claim(**{**values, **changed})
+    return Claim(**{**values, **held(State.CLAIMED, **changed)})
 
 
-def claim_change(record: Instance, owner: str) -> Change:
+def claim_change(record: Instance, token: str) -> Change:
     event = claim(
-        run_id="1234",
-        owner=owner,
-        provision_id=owner.partition("/")[0],
+        holder=run_holder(provision_id=token.partition("/")[0]),
+        claim=token,
         scope="octo/repo",
         tier=record.tier,
         assignment=assignment(record.epoch + 1),
@@ -292,8 +355,8 @@ def evidence(record: Instance) -> dict[type, Event]:
     clean = report(Signal.UD_REMOVE_REG_REMOVE_RUN_OK, epoch)
     events: tuple[Event, ...] = (
         claim(tier=record.tier),
-        Commit(owner=OWNER, report=report(Signal.UD_REG_OK, epoch), max_runtime_s=1_800.0),
-        Release(release_time_s=300.0, credential=REMOVAL, owner=OWNER),
+        Commit(claim=CLAIM, report=report(Signal.UD_REG_OK, epoch), max_runtime_s=1_800.0),
+        Release(release_time_s=300.0, credential=REMOVAL, claim=CLAIM),
         Extend(report=report(epoch=epoch, busy=True), extension_s=300.0, margin_s=0.0),
         RenewCredential(credential=REMOVAL),
         ReturnToPool(report=clean, idle_time_s=420.0),
@@ -314,10 +377,10 @@ def evidence_in_set(record: Instance) -> dict[type, Event]:
     booted = report(Signal.UD_OK, epoch)
     name = record.assignment.runner_name if record.assignment else "none"
     events: tuple[Event, ...] = (
-        Equip(owner=OWNER, report=booted, jit_config="configuration", runner_id=7, **limits),
+        Equip(claim=CLAIM, report=booted, jit_config="configuration", runner_id=7, **limits),
         Bind(runner_name=name, run_id="77", set_tier=Tier.TRUSTED, max_runtime_s=1_800.0, margin_s=60.0),
         ListenOn(report=listening, **limits),
-        Fill(owner=OWNER, report=booted, idle_time_s=420.0),
+        Fill(claim=CLAIM, report=booted, idle_time_s=420.0),
     )
     return {type(event): event for event in events}
 
@@ -326,5 +389,5 @@ def end(record: Instance, reason: RetireReason, **changed: Any) -> End:
     """Return an end with all the evidence that its reason may require."""
     failed = Signal.UD_REMOVE_REG_FAILED if record.state is State.RELEASING else Signal.UD_REG_FAILED
     signal = failed if reason is RetireReason.FAILED else Signal.UD_REMOVE_REG_REMOVE_RUN_OK
-    values: dict[str, Any] = {"reason": reason, "report": report(signal, record.epoch), "owner": OWNER}
+    values: dict[str, Any] = {"reason": reason, "report": report(signal, record.epoch), "claim": CLAIM}
     return End(**{**values, **changed})

@@ -171,3 +171,17 @@ def test_every_alarm_of_the_stack_is_documented() -> None:
     page = (ROOT / "docs" / "howto" / "alarms-and-budget.md").read_text(encoding="utf-8")
     section = page.partition("## Alarms of the stack")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE)) == names
+
+
+def test_walks_of_the_architecture_name_functions_that_exist() -> None:
+    """Each hop names a file and, right after it, a function or method in it."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walks = text[text.index("## Three walks") : text.index("## Agent")]
+    hops = re.findall(r"`([a-z_/]+\.py)` `(\w+)`", walks)
+    assert len(hops) >= walks.count("\n1.") + 20
+    missing = [
+        f"{path} {name}"
+        for path, name in hops
+        if not re.search(rf"def {name}\b", (ROOT / "src" / "remuda" / path).read_text(encoding="utf-8"))
+    ]
+    assert not missing

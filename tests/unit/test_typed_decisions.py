@@ -106,7 +106,7 @@ def test_no_decision_reads_a_text(file: Path) -> None:
 
 
 def test_the_sources_are_found() -> None:
-    assert {"instance.py", "apply.py", "selection.py", "sweep.py"} <= {file.name for file in FILES}
+    assert {"instance.py", "apply.py", "selection.py", "records.py"} <= {file.name for file in FILES}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 
+from remuda.domain.holder import SetHolder
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Signal
 from remuda.domain.thresholds import expired
@@ -178,8 +179,8 @@ def spent_epoch(record: Instance | None, runner: RunnerState) -> int:
         return 0
     if runner.unused:
         # It may have had a job that the agent has not seen, for example while the disk was full. GitHub has.
-        is_bound = record.runner_set and record.state is State.RUNNING and record.is_bound
-        return record.epoch if is_bound else 0
+        had_job = isinstance(record.holder, SetHolder) and record.state is State.RUNNING and record.is_bound
+        return record.epoch if had_job else 0
     return record.epoch if runner.spent or (record.runner_set and runner.had_job) else 0
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from remuda.agent.decide import AgentAction, AgentStep, Observation, next_step, spent_epoch
 from remuda.domain.errors import Conflict, RemudaError
+from remuda.domain.holder import subject_of
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import FailureKind, Report, Signal
 from remuda.domain.thresholds import HEARTBEAT_INTERVAL_S, expired
@@ -184,9 +185,9 @@ class Agent:
                 self._starts = self._start_pauses = self._failed_removals = self._unsuccessful_removals = 0
                 self._release_s = 0.0
                 self._unconfirmed = None
-                # A record in release has no run any more; its events belong to the run that it served last.
-                run_id = record.last_run_id if record.state is State.RELEASING else record.run_id
-                self._event_log.facts |= {"epoch": record.epoch, "run_id": run_id}
+                # Nobody holds an instance in release; its events belong to who held it last.
+                holder = record.latest_holder if record.state is State.RELEASING else record.holder
+                self._event_log.facts |= {"epoch": record.epoch, "run_id": subject_of(holder)}
                 self._event_log.record("state", f"record state is {record.state}")
             if self._signalled is not None and self._signalled[0] == record.epoch:
                 signalled = self._signalled[1]

@@ -14,6 +14,7 @@ from remuda.config.settings import Settings
 from remuda.controlplane import operator
 from remuda.controlplane.operator import InstanceSelector, OperatorAction, OperatorResult
 from remuda.domain.errors import UserError
+from remuda.domain.holder import describe_holder
 from remuda.domain.instance import State
 from remuda.domain.resources import IMAGE_ID, MAX_SHOWN, check_instance_id
 from remuda.domain.text import quote
@@ -125,8 +126,8 @@ def _confirm(output: Output, plan: OperatorResult) -> None:
         )
     busy = sum(item.busy for item in plan.done)
     for item in plan.done:
-        run = f" for run {item.run_id}" if item.run_id else ""
-        output.say(f"  {item.instance_id} {item.state}{run}{', running a job' if item.busy else ''}")
+        holder = f" for {describe_holder(item.holder)}" if item.holder else ""
+        output.say(f"  {item.instance_id} {item.state}{holder}{', running a job' if item.busy else ''}")
     import click  # noqa: PLC0415 - only needed for the prompt
 
     jobs = f"; {plural(busy, 'job')} will be lost" if busy else ""
@@ -138,10 +139,10 @@ def _report(output: Output, result: OperatorResult, *, job_files: Mapping[str, s
     """`job_files` has the folder of the files of the job that an instance has or had last, by id."""
     would = "would be " if result.dry_run else ""
     for item in result.outcomes:
-        run = f" (run {item.run_id})" if item.run_id else ""
+        holder = f" ({describe_holder(item.holder)})" if item.holder else ""
         # The reason of a retirement begins with its kind, such as "drained: old image".
         outcome = f"{would}{item.why}" if item.done else f"unchanged: {item.why}"
-        output.say(f"{item.instance_id} was {item.state}{run}, {outcome}")
+        output.say(f"{item.instance_id} was {item.state}{holder}, {outcome}")
         if folder := (job_files or {}).get(item.instance_id):
             output.say(f"  files of its job, until the reset at its release: {folder}")
     output.say_errors(result.errors)

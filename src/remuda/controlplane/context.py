@@ -10,7 +10,7 @@ from typing import TypeVar
 from remuda.domain.errors import Conflict, DiskFull, RemudaError, Unavailable, Unreadable, UserError
 from remuda.domain.instance import Credential, Instance
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import ProvisionChange
+from remuda.domain.provision import Provision
 from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.transitions import Actor, Change, Event, advance
 from remuda.ports.calls import CallCounter
@@ -159,6 +159,19 @@ async def retry_write(context: Context, write: Callable[[], Awaitable[T]], **fac
     return await retry(write, attempts=WRITE_RETRIES + 1, pause_s=pause_s, clock=context.clock)
 
 
+async def record_intent(context: Context, intent: Provision) -> None:
+    """Write a provision record. Its id or its nonce is new, so a stored record that equals it is our own write."""
+
+    async def write() -> None:
+        try:
+            await context.store.put_provision(intent)
+        except Conflict as conflict:
+            if conflict.current != intent:
+                raise
+
+    await retry_write(context, write, run_id=intent.subject)
+
+
 async def retry_conflicts(context: Context, write: Callable[[], Awaitable[T]]) -> T:
     """Repeat a write that fails with `Conflict`, a few times. It must read again what it is based on."""
     return await retry(
@@ -173,24 +186,6 @@ async def transition(context: Context, instance: Instance, event: Event, *, by: 
     """Apply one transition and log it. Raise `Conflict` if another process changed the record first."""
     change = advance(instance, event, by=by, now=context.clock.now(), why=why)
     after = await apply_confirmed(context, change)
-    _log_transition(context, change)
-    return after
-
-
-async def transition_with_provision(
-    context: Context, instance: Instance, event: Event, provision: ProvisionChange, *, by: Actor, why: str
-) -> Instance:
-    """Apply one transition and replace the provision of the instance, in one step, and log the transition.
-
-    Raise `Conflict` if another process changed the instance, and `ProvisionConflict` if one changed the provision.
-    """
-    change = advance(instance, event, by=by, now=context.clock.now(), why=why).only_for(instance)
-
-    async def write() -> Instance:
-        await context.store.apply_with_provision(change, provision)
-        return change.applied_to(instance)
-
-    after = await _confirmed(context, change, write)
     _log_transition(context, change)
     return after
 
@@ -252,7 +247,7 @@ def _log_transition(context: Context, change: Change) -> None:
             instance_id=change.instance_id,
             source=entry.source,
             target=entry.target,
-            run_id=entry.run_id,
+            run_id=entry.subject,
             epoch=entry.epoch,
             retire_reason=entry.retire_reason,
         )
@@ -262,15 +257,12 @@ async def apply_confirmed(context: Context, change: Change) -> Instance:
     """Apply a change and find out whether it was applied, even if the store's answer was lost.
 
     A repeated write fails with `Conflict` if the first one was applied. The record then equals the result of our
-    change, including our owner. (state, epoch) never recurs, so no other process can have written it.
+    change, including our claim. (state, epoch) never recurs, so no other process can have written it.
     """
-    return await _confirmed(context, change, lambda: context.store.apply(change))
 
-
-async def _confirmed(context: Context, change: Change, apply: Callable[[], Awaitable[Instance]]) -> Instance:
     async def write() -> Instance:
         try:
-            return await apply()
+            return await context.store.apply(change)
         except Conflict as conflict:
             current = conflict.current
             if isinstance(current, Instance) and is_applied(change, current):

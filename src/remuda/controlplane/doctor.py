@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision
+from remuda.domain.provision import Provision, ProvisionEnding
 from remuda.domain.reporting.demand import WAITING_LIMIT_S, DemandStatus, SessionState
-from remuda.domain.reporting.ended_runs import RELEASE_JOB, unreleased_runs
+from remuda.domain.reporting.warnings import RELEASE_JOB
 from remuda.ports.clock import Clock
 from remuda.ports.doctor import Check, CheckResult, CheckStatus, ok, problem, warning
 
@@ -24,6 +24,9 @@ RECENT_PROVISIONS = 50
 MAX_NAMED_RUNS = 3
 
 EXIT_OK = 0
+
+#: Endings of the provisions of runs without a release.
+_WITHOUT_RELEASE = frozenset({ProvisionEnding.UNRELEASED, ProvisionEnding.EXPIRED})
 
 _UNREACHABLE_FIX = "check that it can be reached from here"
 
@@ -125,7 +128,8 @@ def release_check(recent_provisions: Callable[[int], Awaitable[Sequence[Provisio
     """The check whether the newest runs were released by their workflows."""
 
     async def releases() -> CheckResult:
-        found = unreleased_runs(await recent_provisions(RECENT_PROVISIONS))
+        provisions = await recent_provisions(RECENT_PROVISIONS)
+        found = [item for item in provisions if item.ending in _WITHOUT_RELEASE and not item.runner_set]
         if not found:
             return ok(f"the newest {RECENT_PROVISIONS} provisions were released in time, or still may be")
         runs = list(dict.fromkeys(f"{item.run_id} of {item.repository or 'an unknown repository'}" for item in found))

@@ -40,7 +40,7 @@ def early_end(instance: Instance, view: MachineView) -> Unavailable:
     return Unavailable(why, fix=view.end_fix)
 
 
-def end_of(view: MachineView, *, owner: str | None = None) -> tuple[End, str]:
+def end_of(view: MachineView, *, claim: str | None = None) -> tuple[End, str]:
     """The event that records the end, and the reason for the history: with the fix, as `explain` shows it."""
-    event = End(reason=RetireReason.GONE, detail=view.end_reason, owner=owner)
+    event = End(reason=RetireReason.GONE, detail=view.end_reason, claim=claim)
     return event, Unavailable(view.describe_end(), fix=view.end_fix).describe(MAX_WHY)

@@ -18,6 +18,7 @@ from remuda.controlplane.context import (
     transition,
 )
 from remuda.domain.errors import Conflict, RemudaError, UserError
+from remuda.domain.holder import Holder
 from remuda.domain.instance import ABSORBING, LIVE, Instance, State, describe_retirement
 from remuda.domain.resources import MAX_SHOWN
 from remuda.domain.text import quote, suggest
@@ -55,7 +56,7 @@ class ActionOutcome:
     #: Whether the action changed the instance; with `dry_run`, whether it would.
     done: bool
     why: str
-    run_id: str = ""
+    holder: Holder | None = None
     #: Whether a job runs on it.
     busy: bool = False
 
@@ -189,5 +190,5 @@ def _describe(event: OperatorEvent) -> str:
 
 def _outcome(instance: Instance, why: str, *, done: bool, busy: bool) -> ActionOutcome:
     return ActionOutcome(
-        instance_id=instance.instance_id, state=instance.state, run_id=instance.run_id, done=done, why=why, busy=busy
+        instance_id=instance.instance_id, state=instance.state, holder=instance.holder, done=done, why=why, busy=busy
     )

@@ -74,30 +74,30 @@ async def leave(
     *,
     by: Actor,
     why: str,
-    owner: str | None = None,
+    claim: str | None = None,
     removal: Credential | None = None,
 ) -> Instance | None:
     """Take an instance from its holder. Return its record, or None if it has a job and stays.
 
-    `owner` limits the write to the assignment of this owner, for rollbacks. `removal` is the removal token; without it,
-    one is made.
+    `claim` limits the write to what was claimed or launched with this token, for rollbacks. `removal` is the removal
+    token; without it, one is made.
     """
     event: End | Release | None
     if isinstance(leaving, Terminate):
-        event = End(reason=RetireReason.RELEASED, owner=owner)
+        event = End(reason=RetireReason.RELEASED, claim=claim)
     else:
-        event = await release_event(context, config, instance, leaving, by=by, owner=owner, removal=removal)
+        event = await _release_event(context, config, instance, leaving, by=by, claim=claim, removal=removal)
     return None if event is None else await transition(context, instance, event, by=by, why=why)
 
 
-async def release_event(
+async def _release_event(
     context: Context,
     config: PoolConfig,
     instance: Instance,
     leaving: Leave,
     *,
     by: Actor,
-    owner: str | None = None,
+    claim: str | None = None,
     removal: Credential | None = None,
 ) -> Release | None:
     """The event that releases an instance, after its registration was removed if that comes first; None if it is busy.
@@ -115,7 +115,7 @@ async def release_event(
         credential = removal or await removal_credential(context, config, instance.scope)
         deregistered = await remove_jit_registration(context, instance)
     release_time_s = config.lifetimes.release_time_s
-    return Release(release_time_s=release_time_s, credential=credential, owner=owner, deregistered=deregistered)
+    return Release(release_time_s=release_time_s, credential=credential, claim=claim, deregistered=deregistered)
 
 
 async def _renew_credential(context: Context, config: PoolConfig, instance: Instance, *, by: Actor) -> Instance:

@@ -228,7 +228,7 @@ class Destruction:
         async with AsyncExitStack() as stack:
             context = await self._open(stack, found)
             machines = [item for item in await context.compute.list_pool() if item.state in _EXISTING]
-            busy = [item for item in await _live(context) if item.run_id] if found.has_table else []
+            busy = [item for item in await _live(context) if item.holder is not None] if found.has_table else []
         return len(machines), len(busy)
 
     # Machines -------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Destruction:
                     left = [item.instance_id for item in await context.compute.list_pool() if item.state in _EXISTING]
                     if not left and not live and not has_sets:
                         break
-                busy = sum(bool(item.run_id) for item in live)
+                busy = sum(item.holder is not None for item in live)
                 text = f"{len(live)} machines are left, {busy} of them in use" if live else "machines are shutting down"
                 if has_sets and not live:
                     text = f"the listener removes its runner sets from GitHub: {', '.join(self._sets)}"

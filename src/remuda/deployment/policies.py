@@ -332,7 +332,7 @@ def provision(classes: Sequence[ResourceClass] = DEFAULT_CLASSES) -> Policy:
         statements=(
             _read_records(),
             *_write_instances(),
-            _write("WriteProvisions", "write the provisions of runs", "PutItem", items.run_pk("")),
+            _write("WriteProvisions", "write the provisions of runs", "PutItem", items.provisions_pk("")),
             _messages(classes[:OWN_CLASSES]),
             *_launch(launch_types(classes)),
             _terminate(),

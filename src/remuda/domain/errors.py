@@ -74,10 +74,6 @@ class Conflict(RemudaError):
         self.current = current
 
 
-class ProvisionConflict(Conflict):
-    """A provision that is written together with its instance does not meet the condition. `current` is a provision."""
-
-
 class NotFound(RemudaError):
     """It does not exist."""
 

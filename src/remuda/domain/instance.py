@@ -6,14 +6,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from remuda.domain.holder import Holder, SetHolder, subject_of
 from remuda.domain.resources import PoolMessage, Reuse, Tier, UsageClass
-
-#: In records, a machine of a runner set without a job has this prefix and the set's name in place of a run id.
-HOLDER_PREFIX = "set."
-
-
-def holder_id(runner_set: str) -> str:
-    return f"{HOLDER_PREFIX}{runner_set}"
 
 
 class State(StrEnum):
@@ -28,7 +22,7 @@ class State(StrEnum):
 
 #: States in which the machine may exist in EC2.
 LIVE = frozenset(State) - {State.TERMINATED}
-#: States in which the instance belongs to a run.
+#: States in which somebody holds the instance.
 ASSIGNED = frozenset({State.CREATED, State.CLAIMED, State.RUNNING})
 #: States that an instance never leaves for a state outside this set.
 ABSORBING = frozenset({State.TERMINATING, State.TERMINATED})
@@ -53,7 +47,7 @@ class RetireReason(StrEnum):
     EXPIRED = "expired"
     #: The agent sent a failed signal in this epoch.
     FAILED = "failed"
-    #: The provision that owns it stopped waiting.
+    #: The provision that holds it stopped waiting.
     TIMED_OUT = "timed-out"
     #: Its run was released before it was ready.
     RELEASED = "released"
@@ -151,14 +145,13 @@ class Instance:
     cpu: int
     memory_mib: int
     created_at: datetime
-    run_id: str = ""
-    last_run_id: str = ""
-    #: Runner set that its current or last assignment belongs to; empty for a run with its own provision. Until GitHub
-    #: starts a job on it, `run_id` is the set's holder id.
-    runner_set: str = ""
-    #: Provision id and worker nonce of the claim or launch.
-    owner: str = ""
-    provision_id: str = ""
+    #: Who holds it while it is created, claimed or running; None in the other states.
+    holder: Holder | None = None
+    #: Who held it last; None while somebody holds it, and if nobody ever did.
+    last_holder: Holder | None = None
+    #: Token of its claim or launch, by which a process that lost the answer to its write knows the write as its own.
+    #: Example: `p-0f3a…/w-91c2…`, the provision and one of its workers.
+    claim: str = ""
     scope: str = ""
     tier: Tier = Tier.TRUSTED
     #: The only repository that the instance ever served, in lower case. Empty if it served several or an unknown one.
@@ -193,9 +186,39 @@ class Instance:
         return describe_retirement(self.retire_reason, self.retire_detail) if self.retire_reason else ""
 
     @property
+    def latest_holder(self) -> Holder | None:
+        """Who holds it, or held it last."""
+        return self.holder or self.last_holder
+
+    @property
+    def run_id(self) -> str:
+        """The run that it serves: its holder, or that of the job of its runner set. Empty if there is none."""
+        return self.holder.run_id if self.holder is not None else ""
+
+    @property
+    def runner_set(self) -> str:
+        """The runner set that holds it, or held it last; empty if that is a run."""
+        return self.latest_holder.name if isinstance(self.latest_holder, SetHolder) else ""
+
+    @property
+    def provision_id(self) -> str:
+        """The provision of the holder that it has, or had last."""
+        return self.latest_holder.provision_id if self.latest_holder is not None else ""
+
+    @property
+    def subject(self) -> str:
+        """What people call its holder. Empty if nobody holds it."""
+        return subject_of(self.holder)
+
+    @property
+    def last_subject(self) -> str:
+        """What people call the holder that it had last. Empty while somebody holds it, and if nobody ever did."""
+        return subject_of(self.last_holder)
+
+    @property
     def is_bound(self) -> bool:
-        """Whether the run of its job is known. Instances of a run with its own provision always are."""
-        return self.run_id != holder_id(self.runner_set) if self.runner_set else bool(self.run_id)
+        """False while a runner set holds it and no job is recorded that has started on it."""
+        return not isinstance(self.holder, SetHolder) or self.holder.job is not None
 
     def deadline(self, *, busy: bool) -> datetime:
         """The time at which it expires. A job that no one has recorded yet protects a listening runner."""
@@ -232,12 +255,18 @@ class HistoryEntry:
     #: Equal to `source` if the transition kept the state.
     target: State
     epoch: int
-    run_id: str
+    #: Who holds the instance after it, or held it last.
+    holder: Holder | None
     by: Actor
     #: Free text for people.
     why: str
     #: Set by transitions to `terminating`.
     retire_reason: RetireReason | None = None
+
+    @property
+    def subject(self) -> str:
+        """What people call the holder. Empty if the instance never had one."""
+        return subject_of(self.holder)
 
     @property
     def is_end(self) -> bool:

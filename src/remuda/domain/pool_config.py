@@ -19,6 +19,8 @@ from remuda.domain.thresholds import Lifetimes
 
 #: GitHub's id of the default runner group of an organisation, and of the only one of a repository.
 DEFAULT_GROUP_ID = 1
+#: Version of the records in a store. It rises with each change after which older records cannot be read.
+RECORD_VERSION = 1
 #: GitHub's limit for a runner's name.
 MAX_RUNNER_NAME = 64
 
@@ -49,6 +51,8 @@ class PoolConfig:
     #: URL that runners register with, without the scope: https://github.com.
     github_url: str
     applied_at: datetime
+    #: `RECORD_VERSION` of the Remuda that created the store. 0: it is older than such versions.
+    record_version: int = 0
     #: Rises with each write, so that concurrent refreshes do not overwrite each other.
     revision: int = 1
     tokens: tuple[ScopeTokens, ...] = ()
@@ -63,6 +67,15 @@ class PoolConfig:
     monthly_budget: float = 0.0
     #: What they have cost. Known only if there is a budget.
     spending: Spending | None = None
+
+    def check_record_version(self) -> None:
+        """Raise `UserError` if the records of the store have another version than this Remuda reads and writes."""
+        if self.record_version != RECORD_VERSION:
+            raise UserError(
+                f"the records of pool {self.pool} have version {self.record_version}, this Remuda has {RECORD_VERSION}",
+                field="backend",
+                fix="remove the pool with the Remuda that created it, and create it again with this one",
+            )
 
     @property
     def budget(self) -> Budget:

@@ -15,6 +15,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from remuda.domain.errors import IllegalTransition
+from remuda.domain.holder import Holder, RunHolder, SetHolder
 from remuda.domain.instance import ABSORBING, Instance
 
 #: Maximum number of listed runners, rejected candidates and launches.
@@ -146,16 +147,13 @@ class ProvisionEnding(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provision:
-    provision_id: str
+    #: The run that asks for the instances, or a runner set. Each of them gets it as its holder.
+    holder: Holder
     #: Tells two processes apart that write a provision with the same id at the same moment.
     nonce: str = ""
-    run_id: str
-    attempt: int
     resource_class: str
     count: int
     created_at: datetime
-    #: The runner set that holds it, whose holder id is the run id; empty for a run.
-    runner_set: str = ""
     #: The run's repository as owner/name; empty if unknown, and for a set.
     repository: str = ""
     #: Time limit of the commit; after the commit, of the instances' use. A sweep releases a provision past it.
@@ -178,6 +176,30 @@ class Provision:
     settled: bool = False
     #: Time after which a settled record may be deleted.
     forget_at: datetime | None = None
+
+    @property
+    def provision_id(self) -> str:
+        return self.holder.provision_id
+
+    @property
+    def run_id(self) -> str:
+        """Empty for a runner set."""
+        return self.holder.run_id
+
+    @property
+    def attempt(self) -> int:
+        """The attempt of the run. A runner set makes one for each job."""
+        return self.holder.attempt if isinstance(self.holder, RunHolder) else 1
+
+    @property
+    def runner_set(self) -> str:
+        """Empty for a run."""
+        return self.holder.name if isinstance(self.holder, SetHolder) else ""
+
+    @property
+    def subject(self) -> str:
+        """What people call its holder: a run or a runner set."""
+        return self.holder.subject
 
     @property
     def shown_status(self) -> str:
@@ -218,14 +240,6 @@ def exclusive_id(run_id: str, attempt: int, resource_class: str, stored_ids: Col
         if provision_id not in stored_ids:
             return provision_id
     raise AssertionError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProvisionChange:
-    """The replacement of a provision, if the stored one is as `before`."""
-
-    before: Provision
-    after: Provision
 
 
 def lost_instances(provision: Provision, records: Mapping[str, Instance]) -> tuple[str, ...]:

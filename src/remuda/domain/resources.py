@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from remuda.domain.errors import UserError
+from remuda.domain.holder import set_of_subject
 from remuda.domain.text import quote, suggest
 
 MAX_PATTERN_TEXT = 1_000
@@ -37,8 +38,6 @@ _SHORT_INSTANCE_ID = re.compile(r"i-[0-9a-f]{0,7}")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100})?")
 
-#: See `instance.HOLDER_PREFIX`.
-_HOLDER_PREFIX = "set."
 #: Labels that GitHub adds to runners by default. As a run id they would attract jobs of other workflows.
 _GENERIC_LABELS = frozenset({"self-hosted", "linux", "windows", "macos", "x64", "arm", "arm64"})
 #: Between the run id and the class in a label. Neither can contain it.
@@ -462,9 +461,9 @@ def check_run_id(text: str, *, field: str = "run-id") -> str:
             field=field,
             fix="give the workflow's run id (github.run_id): up to 64 letters, digits, '.', '_' or '-'",
         )
-    if text.startswith(_HOLDER_PREFIX):
+    if set_of_subject(text) is not None:
         raise UserError(
-            f"{field} is {text[:80]!r}, which is reserved for runner sets",
+            f"{field} is {text[:80]!r}, which stands for a runner set",
             field=field,
             fix="give the workflow's run id (github.run_id)",
         )

@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from remuda.domain.errors import UserError
-from remuda.domain.instance import holder_id
 from remuda.domain.resources import MAX_SHOWN, Reuse, Tier, TypePatterns, UsageClass, check_scope
 from remuda.domain.scale_down.idle_config import Cron, parse_cron
 from remuda.domain.text import quote, suggest
@@ -90,10 +89,6 @@ class RunnerSet:
         """Raise `ValueError` for a stored set that no configuration can produce."""
         if not _NAME.fullmatch(self.name) or not self.labels or not 1 <= self.max <= MAX_RUNNERS:
             raise ValueError("its name, labels or maximum are invalid")
-
-    @property
-    def holder_id(self) -> str:
-        return holder_id(self.name)
 
     @property
     def patterns(self) -> TypePatterns:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum
 from functools import cache, partial
@@ -119,7 +119,7 @@ def _parser(kind: Any) -> _Parser:
     """Return the parser of an annotation. Cached because stores hold many records of few types."""
     origin = typing.get_origin(kind)
     if origin in {types.UnionType, typing.Union}:
-        return _optional_parser(kind)
+        return _union_parser(kind)
     if origin is tuple:
         return _tuple_parser(kind)
     if origin in {Mapping, dict}:
@@ -133,9 +133,28 @@ def _parser(kind: Any) -> _Parser:
     return _parse_float if kind is float else partial(_typed, kind)
 
 
-def _optional_parser(kind: Any) -> _Parser:
-    (inner,) = (_parser(arg) for arg in typing.get_args(kind) if arg is not type(None))
+def _union_parser(kind: Any) -> _Parser:
+    args = typing.get_args(kind)
+    members = [arg for arg in args if arg is not type(None)]
+    inner = _parser(members[0]) if len(members) == 1 else _variant_parser(members)
+    if len(members) == len(args):
+        return inner
     return lambda value, where: None if value is None else inner(value, where)
+
+
+def _variant_parser(members: Sequence[Any]) -> _Parser:
+    """Parser of one of several dataclasses. The key of the first field of each tells which one a document holds."""
+    parsers = {document_key(dataclasses.fields(member)[0]): _parser(member) for member in members}
+
+    def parse_variant(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} must be an object, not {type(value).__name__}")
+        found = [parser for key, parser in parsers.items() if key in value]
+        if len(found) != 1:
+            raise ValueError(f"{where} must have exactly one of the keys {', '.join(parsers)}")
+        return found[0](value, where)
+
+    return parse_variant
 
 
 def _tuple_parser(kind: Any) -> _Parser:

@@ -19,10 +19,12 @@ from datetime import datetime
 from typing import Protocol
 
 from remuda.domain.errors import RemudaError
+from remuda.domain.holder import Holder
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange
+from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import Change
 from remuda.ports.demand import DemandStore
 
@@ -47,14 +49,6 @@ class InstanceStore(DemandStore, Protocol):
         Only the fields that the change sets are written. The history entry is written in the same step or soon after,
         at the latest by `close`. If it cannot be written, the change still succeeds: no decision depends on it.
         Raises `Conflict(current=record or None)` if the condition is not met; then nothing was written.
-        """
-        ...
-
-    async def apply_with_provision(self, change: Change, provision: ProvisionChange) -> None:
-        """Apply a change and replace a provision in one step: both or none.
-
-        Raises `Conflict` like `apply` if the instance does not meet the condition, and otherwise `ProvisionConflict`
-        if the provision does not meet that of `replace_provision`.
         """
         ...
 
@@ -171,7 +165,9 @@ class InstanceStore(DemandStore, Protocol):
         """
         ...
 
-    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None: ...
+    async def get_provision(self, holder: Holder) -> Provision | None:
+        """Return the provision that gave an instance this holder."""
+        ...
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         """Return a run's provisions, strongly consistent, oldest first. Raises `Unreadable` if one cannot be parsed."""
@@ -187,7 +183,9 @@ class InstanceStore(DemandStore, Protocol):
 
     # Pool configuration and state of the sweeps ---------------------------------------------------------------
 
-    async def get_config(self) -> PoolConfig | None: ...
+    async def get_config(self) -> PoolConfig | None:
+        """Return the configuration. Raises `UserError` if the records of the store have another `record_version`."""
+        ...
 
     async def put_config(self, config: PoolConfig) -> None:
         """Write the configuration if the stored revision is `config.revision - 1`, or revision 1 if nothing is stored.
@@ -196,12 +194,12 @@ class InstanceStore(DemandStore, Protocol):
         """
         ...
 
-    async def get_first_seen(self) -> Mapping[str, datetime]:
-        """Return when sweeps first saw each anomaly. They act only on anomalies that persist."""
+    async def get_sweep_record(self) -> SweepRecord:
+        """Return the record of the last sweep; an empty one if there was none."""
         ...
 
-    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
-        """Replace all entries; the last writer wins."""
+    async def put_sweep_record(self, record: SweepRecord) -> None:
+        """Replace the record of the last sweep; the last writer wins."""
         ...
 
     @property

@@ -29,7 +29,7 @@ ANSWER_S = 5.0
 EC2_BATCH = 100
 #: Items that are written without a condition, because nothing depends on who writes last (ports/demand.py, store.py).
 _LAST_WRITER_WINS = ("demand", JOB_PREFIX)
-_FIRST_SEEN = ("pool", "first_seen")
+_SWEEP = ("pool", "sweep")
 
 
 class BrokenRule(AssertionError):
@@ -73,8 +73,8 @@ def _has_condition(parameters: Parameters) -> bool:
 
 def _is_free(item: Mapping[str, Any]) -> bool:
     """Whether the item may be replaced without a condition."""
-    is_first_seen = (item["pk"]["S"], item["sk"]["S"]) == _FIRST_SEEN
-    return is_first_seen or _partition(item).startswith(_LAST_WRITER_WINS)
+    is_sweep_record = (item["pk"]["S"], item["sk"]["S"]) == _SWEEP
+    return is_sweep_record or _partition(item).startswith(_LAST_WRITER_WINS)
 
 
 def _is_guarded_update(parameters: Parameters) -> bool:

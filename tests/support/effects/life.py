@@ -21,7 +21,7 @@ from remuda.agent import cache_volumes, sandbox_root
 from remuda.agent.sandbox_root import JOB_USER_ID, JobUser
 from remuda.cli import agent_ec2
 from remuda.domain.errors import RemudaError, Unavailable
-from remuda.domain.instance import Assignment, Credential, Instance, RetireReason, State, holder_id
+from remuda.domain.instance import Assignment, Credential, Instance, RetireReason, State
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Report, Signal
 from remuda.domain.timestamps import to_text
@@ -48,7 +48,7 @@ from tests.support.effects import seam
 from tests.support.effects.host import BOOT_TIMER, DISK_FREE, STATE, Effect, EffectCut, ModelHost
 from tests.support.effects.judge import ENDED, MARGIN_S, Judge
 from tests.support.effects.programs import REGISTRATION_FILES, ModelGitHub, ModelRegistration, Programs
-from tests.support.records import at, instance, instance_id
+from tests.support.records import at, instance, instance_id, run_holder, set_holder
 from tests.support.virtual_time import Killed
 
 ID = instance_id(1)
@@ -312,11 +312,11 @@ class Life:
             self.github.refused.add(assigned.runner_name)
         run_id = f"run-{number}"
         if number:
-            await self._claim(assigned, run_id=run_id, repository=repository)
+            await self._claim(assigned, holder=run_holder(run_id, "p-2"), repository=repository)
         else:
-            await self._create(assigned, run_id=run_id, repository=repository)
+            await self._create(assigned, holder=run_holder(run_id), repository=repository)
         await self._until(lambda: self._signalled(Signal.UD_REG_OK), "the registration")
-        commit = Commit(owner=self._record.owner, report=self._report, max_runtime_s=1_800)
+        commit = Commit(claim=self._record.claim, report=self._report, max_runtime_s=1_800)
         await self._apply(commit, Actor.PROVISION)
         if work is Work.REFUSED:
             await self._until(lambda: self._signalled(Signal.UD_REG_FAILED), "the failure", may_fail=False)
@@ -329,13 +329,13 @@ class Life:
         self.judge.holders[assigned.runner_name] = ""
         bare = replace(assigned, repository="")
         if number:
-            await self._claim(bare, run_id=holder_id(SET), runner_set=SET)
+            await self._claim(bare, holder=set_holder(SET, provision_id="p-2"))
         else:
-            await self._create(bare, run_id=holder_id(SET), runner_set=SET)
+            await self._create(bare, holder=set_holder(SET))
         await self._until(lambda: self._signalled(Signal.UD_OK), "the boot")
         self.github.registrations[assigned.runner_name] = ModelRegistration(assigned.runner_name, just_in_time=True)
         equip = Equip(
-            owner=self._record.owner,
+            claim=self._record.claim,
             report=self._report,
             jit_config=f"configuration of {assigned.runner_name}",
             runner_id=7 + number,
@@ -459,8 +459,7 @@ class Life:
     async def _create(self, assigned: Assignment, **given: Any) -> None:
         record = instance(
             state=State.CREATED,
-            owner="p-1/a",
-            provision_id="p-1",
+            claim="p-1/a",
             threshold=at(self._clock.monotonic() + 300),
             assignment=assigned,
             tier=Tier.TRUSTED,
@@ -471,8 +470,7 @@ class Life:
 
     async def _claim(self, assigned: Assignment, **given: Any) -> None:
         claim = Claim(
-            owner="p-2/a",
-            provision_id="p-2",
+            claim="p-2/a",
             scope="octo",
             tier=Tier.TRUSTED,
             threshold=at(self._clock.monotonic() + 300),

@@ -24,7 +24,7 @@ from remuda.domain.signals import Signal
 from remuda.domain.transitions import Actor, ListenOn
 from remuda.ports.machine import RunnerState, ScriptStatus
 from tests.support.agents import ID, MARGIN_S, AgentFixture
-from tests.support.records import NOW, assignment, at, in_set
+from tests.support.records import NOW, assignment, at, in_set, set_holder
 from tests.support.virtual_time import until
 
 CLEAN = Signal.UD_REMOVE_REG_REMOVE_RUN_OK
@@ -212,7 +212,7 @@ def test_only_an_ended_job_of_this_registration_is_reported_as_spent() -> None:
 def test_a_job_that_nobody_recorded_has_until_the_deadline_of_runs(*, busy: bool, bound: bool, end: float) -> None:
     record = machine(State.RUNNING, run_deadline=at(900))
     if bound:
-        record = replace(record, run_id="77")
+        record = replace(record, holder=set_holder(record.runner_set, "77"))
     runner = RunnerState(registered_as=RIGHT, listening=True, busy=busy, had_job=busy)
     for now, over in ((end + 0.999, False), (end + 1, True)):
         seen = Observation(

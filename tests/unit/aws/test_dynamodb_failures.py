@@ -14,10 +14,10 @@ from remuda.adapters.aws.dynamodb.schema import INDEXES, KEYS
 from remuda.adapters.aws.dynamodb.store import DynamoInstanceStore
 from remuda.domain import provision as provisions
 from remuda.domain.demand import Lease
-from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Throttled, Unavailable, UserError
+from remuda.domain.errors import Conflict, RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
-from remuda.domain.provision import ProvisionChange
 from remuda.domain.signals import Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.http import ClientResponse
 from remuda.ports.calls import CallCounter
 from simulation.loop import SeededIds
@@ -25,7 +25,17 @@ from tests.support.aws.contract import service_model
 from tests.support.aws.failures import CONNECTION, connection_failures, deviations
 from tests.support.aws.scripted_http import AwsScript, ScriptedClient, answer, refusal
 from tests.support.failure_tables import Expected, Failing, Outcome, Scripted
-from tests.support.records import NOW, birth, demand_record, instance, instance_id, job_record, pool_config, provision
+from tests.support.records import (
+    NOW,
+    birth,
+    demand_record,
+    instance,
+    instance_id,
+    job_record,
+    pool_config,
+    provision,
+    run_holder,
+)
 from tests.support.virtual_time import FixedClock
 
 TABLE = "remuda-ci"
@@ -121,7 +131,7 @@ STORE_OPERATIONS = [
     Failing("troubled_reports", "Query", lambda store: store.troubled_reports(), but=READ),
     Failing("wait_for_control", "GetItem", lambda store: store.wait_for_control(FIRST, instance(1), 5.0), but=READ),
     Failing("wait_for_report", "GetItem", lambda store: store.wait_for_report(FIRST, None, 0.5), but=READ),
-    Failing("get_provision", "GetItem", lambda store: store.get_provision("1", "p-1"), but=READ),
+    Failing("get_provision", "GetItem", lambda store: store.get_provision(run_holder("1", "p-1")), but=READ),
     Failing("provisions_of_run", "Query", lambda store: store.provisions_of_run("1"), but=READ),
     Failing("unsettled_provisions", "Query", lambda store: store.unsettled_provisions(NOW), but=READ),
     Failing("recent_provisions", "Query", lambda store: store.recent_provisions(3), but=READ),
@@ -131,7 +141,7 @@ STORE_OPERATIONS = [
     Failing("jobs_of_run", "Query", lambda store: store.jobs_of_run("1"), but=READ),
     Failing("recent_jobs", "Query", lambda store: store.recent_jobs(3), but=READ),
     Failing("get_config", "GetItem", lambda store: store.get_config(), but=READ),
-    Failing("get_first_seen", "GetItem", lambda store: store.get_first_seen(), but=READ),
+    Failing("get_sweep_record", "GetItem", lambda store: store.get_sweep_record(), but=READ),
     Failing("apply", "UpdateItem", lambda store: store.apply(CHANGE)),
     Failing("apply_all of one", "UpdateItem", lambda store: raise_first(store.apply_all([CHANGE]))),
     Failing(
@@ -141,12 +151,6 @@ STORE_OPERATIONS = [
         # Each change is applied alone.
         {"UpdateItem": [refusal("dynamodb", "ConditionalCheckFailedException")]},
         {"in a transaction": Expected(Conflict, 1), "condition": None},
-    ),
-    Failing(
-        "apply_with_provision",
-        "TransactWriteItems",
-        lambda store: store.apply_with_provision(CHANGE, ProvisionChange(before=OPENED, after=RELEASED)),
-        but=UNCONDITIONAL,
     ),
     Failing(
         "write_signal",
@@ -159,7 +163,7 @@ STORE_OPERATIONS = [
     Failing("replace_provision", "PutItem", lambda store: store.replace_provision(OPENED, RELEASED)),
     Failing("replace_lease", "PutItem", lambda store: store.replace_lease("listener", None, LEASE)),
     Failing("put_config", "PutItem", lambda store: store.put_config(pool_config())),
-    Failing("put_first_seen", "PutItem", lambda store: store.put_first_seen({"x": NOW}), but=UNCONDITIONAL),
+    Failing("put_sweep_record", "PutItem", lambda store: store.put_sweep_record(SweepRecord()), but=UNCONDITIONAL),
     Failing("put_demand", "PutItem", lambda store: store.put_demand(demand_record())),
     Failing(
         "put_demand with jobs",
@@ -249,26 +253,27 @@ def cancelled(*codes: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected"),
+    "codes",
     [
-        (["ConditionalCheckFailed", "None"], Conflict),
-        (["None", "ConditionalCheckFailed"], ProvisionConflict),
-        (["ConditionalCheckFailed", "ConditionalCheckFailed"], Conflict),
-        (["TransactionConflict", "None"], Unavailable),
-        (["None", "ThrottlingError"], Unavailable),
-        (["ProvisionedThroughputExceeded", "None"], Unavailable),
-        (["None", "ValidationError"], Unavailable),
-        ([], Unavailable),
+        ["TransactionConflict", "None"],
+        ["None", "ThrottlingError"],
+        ["ProvisionedThroughputExceeded", "None"],
+        ["None", "ValidationError"],
+        [],
     ],
 )
-async def test_cancelled_transaction(codes: list[str], expected: type[RemudaError]) -> None:
-    """The reasons say which record lost the race. All others say nothing about the records."""
-    http = AwsScript("dynamodb", {"TransactWriteItems": [cancelled(*codes)]})
+async def test_transaction_that_is_cancelled_for_another_reason_than_its_conditions(codes: list[str]) -> None:
+    """The reasons say nothing about the records: each change is applied alone, and its own answer counts."""
+    http = AwsScript(
+        "dynamodb",
+        {
+            "TransactWriteItems": [cancelled(*codes)] * 9,
+            "UpdateItem": [refusal("dynamodb", "ConditionalCheckFailedException")] * 2,
+        },
+    )
     async with open_store(http) as store:
-        with pytest.raises(RemudaError) as raised:
-            await store.apply_with_provision(CHANGE, ProvisionChange(before=OPENED, after=RELEASED))
-    assert type(raised.value) is expected
-    assert len(http.sent) == 1
+        failures = await store.apply_all([CHANGE, OTHER_CHANGE])
+    assert [type(failure) for failure in failures] == [Conflict, Conflict]
 
 
 async def test_the_remainder_of_a_batch_is_read_as_consistently() -> None:

@@ -36,12 +36,12 @@ from remuda.domain.errors import (
     Unavailable,
     UserError,
 )
-from remuda.domain.instance import State
+from remuda.domain.instance import Instance, State
 from remuda.domain.resources import Tier
 from remuda.domain.signals import Signal
 from remuda.domain.trust import UnreadablePayload
 from remuda.wiring.aws import agent_log_environment
-from tests.support.records import in_state, report
+from tests.support.records import in_set, in_state, report, set_holder
 
 #: The documented exit codes.
 CODES: list[tuple[RemudaError, int]] = [
@@ -115,6 +115,24 @@ def test_documents_of_instances_contain_no_credential(state: State) -> None:
     assert "credential" not in text
     assert "t0ken" not in repr(in_state(state))
     assert "t0ken" not in repr(report(Signal.UD_REG_OK))
+
+
+@pytest.mark.parametrize(
+    ("record", "holder", "last_holder"),
+    [
+        (in_state(State.RUNNING), {"run_id": "1234", "attempt": 1, "provision_id": "p-1"}, None),
+        (in_state(State.IDLE), None, {"run_id": "1234", "attempt": 1, "provision_id": "p-1"}),
+        (in_set(State.RUNNING), {"runner_set": "large", "job": None, "provision_id": "p-1"}, None),
+        (
+            in_set(State.RUNNING, holder=set_holder(run_id="77")),
+            {"runner_set": "large", "job": {"run_id": "77"}, "provision_id": "p-1"},
+            None,
+        ),
+    ],
+)
+def test_documents_of_instances_show_the_holder(record: Instance, holder: Any, last_holder: Any) -> None:
+    document = instance_document(record)
+    assert (document["holder"], document["last_holder"]) == (holder, last_holder)
 
 
 # Structured logs --------------------------------------------------------------------------------------------------

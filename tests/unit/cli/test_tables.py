@@ -48,9 +48,7 @@ IDS = tuple(f"i-0{hashlib.sha256(bytes([number])).hexdigest()[:16]}" for number 
 
 def machine(number: int) -> Instance:
     state = STATES[number % len(STATES)]
-    run: dict[str, Any] = (
-        {"run_id": f"{int(RUN) + number}"} if state is not State.IDLE else {"last_run_id": f"{int(RUN) + number}"}
-    )
+    run: dict[str, Any] = {"run_id": f"{int(RUN) + number}"}
     retired: dict[str, Any] = (
         {"retire_reason": RetireReason.DRAINED, "retire_detail": "old image"} if number % 7 == 0 else {}
     )

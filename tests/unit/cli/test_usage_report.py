@@ -196,8 +196,8 @@ def set_usage(repository: str = "octo/app", result: str = "succeeded", **changed
     """A machine of a set that listens for a minute and then runs a job for ten, and a job that waits."""
     record = instance(state=State.IDLE, epoch=1, created_at=at(0), runner_set="large")
     history = [
-        entry("create", at=at(0), source=None, target=State.CREATED, run_id="set.large"),
-        entry("equip", at=at(60), source=State.CREATED, target=State.RUNNING, run_id="set.large"),
+        entry("create", at=at(0), runner_set="large", source=None, target=State.CREATED),
+        entry("equip", at=at(60), runner_set="large", source=State.CREATED, target=State.RUNNING),
         entry("bind", at=at(120), source=State.RUNNING, target=State.RUNNING, run_id="77"),
         entry("release", at=at(720), source=State.RUNNING, target=State.RELEASING, run_id="77"),
         entry("pool", at=at(780), source=State.RELEASING, target=State.IDLE, run_id="77"),
@@ -221,7 +221,7 @@ def set_usage(repository: str = "octo/app", result: str = "succeeded", **changed
     reused = ProvisionOutcome(ended_at=at(60), seconds=1.0, reused=1)
     created = ProvisionOutcome(ended_at=at(60), seconds=60.0, created=1)
     provisions = [
-        provision(number, run_id="set.large", runner_set="large", outcome=outcome)
+        provision(number, runner_set="large", outcome=outcome)
         for number, outcome in enumerate((created, reused, reused, reused))
     ]
     prices = PriceTable(on_demand={"c6i.large": 3.6})

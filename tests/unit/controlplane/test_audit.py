@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh.audit import MAX_CALLS, MAX_STORED
 from remuda.controlplane.refresh.result import RefreshResult
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobRecord, Lease
-from remuda.domain.errors import NotFound, UserError
+from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.reporting.demand import (
     LISTENER_SILENT_S,
     WAITING_LIMIT_S,
@@ -24,7 +25,9 @@ from remuda.domain.reporting.demand import (
 )
 from remuda.domain.reporting.job_queue import AUDIT_INTERVAL_S
 from remuda.domain.runner_set import RunnerSet
+from remuda.domain.serialization import to_document
 from simulation.invariants import SCOPE
+from tests.support.virtual_time import failing
 from tests.support.world import PoolWorld
 
 LABELS = ("self-hosted", "remuda", "large")
@@ -170,8 +173,7 @@ async def test_queue_is_audited_every_five_minutes_and_unchanged_lists_are_not_r
     github = process.github
     assert github is not None
     await wait_and_sweep(world)
-    first_seen = await process.store.get_first_seen()
-    assert sum(name.startswith("no-runs:") for name in first_seen) == 2
+    assert len((await process.store.get_sweep_record()).audit.empty_lists) == 2
     list_runs = type(github).list_runs
 
     async def spy(self: Any, *args: Any, **options: Any) -> Any:
@@ -184,7 +186,7 @@ async def test_queue_is_audited_every_five_minutes_and_unchanged_lists_are_not_r
         assert answers == []
         await wait_and_sweep(world)
         assert answers == [("queued", None), ("in_progress", None)]
-    assert sum(name.startswith("no-runs:") for name in await process.store.get_first_seen()) == 2
+    assert len((await process.store.get_sweep_record()).audit.empty_lists) == 2
 
 
 async def test_calls_are_limited(world: PoolWorld) -> None:
@@ -203,7 +205,8 @@ async def test_stored_results_are_limited(world: PoolWorld) -> None:
     for number in range(30):
         world.github.queue(run_id=str(100 + number), labels=labels, repository=SCOPE)
     assert 0 < len((await wait_and_sweep(world)).waiting_jobs) < 30
-    assert sum(map(len, await world.process().store.get_first_seen())) < MAX_STORED + 1_000
+    record = await world.process().store.get_sweep_record()
+    assert len(json.dumps(to_document(record))) < MAX_STORED + 1_000
 
 
 async def test_organisation_is_audited_by_the_repositories_of_its_jobs(world: PoolWorld) -> None:
@@ -242,6 +245,14 @@ async def test_missing_permission_is_a_warning(world: PoolWorld) -> None:
     assert [(item.kind, item.subject) for item in found.warnings] == [("waiting-job", SCOPE)]
     await wait_and_sweep(world)
     assert (await demand(world)).unaudited == {}
+
+
+async def test_audit_that_fails_keeps_what_the_last_one_has_found(world: PoolWorld) -> None:
+    world.github.queue(run_id="77", labels=["self-hosted", "gpu"], repository=SCOPE)
+    await wait_and_sweep(world)
+    result = await world.sweep(failing("store.recent_provisions", Unavailable("the table is down")))
+    assert result.errors == ("waiting jobs: the table is down",)
+    assert [job.run_id for job in (await demand(world)).overdue] == ["77"]
 
 
 async def test_silent_listener_is_found_by_a_later_sweep(world: PoolWorld) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from remuda.cli.rendering.results import applied_lines, refresh_document
+from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh import refresh
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
-from remuda.domain.pool_config import PoolConfig
+from remuda.domain.pool_config import RECORD_VERSION, PoolConfig
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.runner_set import RunnerSet
 from simulation.invariants import SCOPE
@@ -222,6 +223,17 @@ async def test_rejected_credential_stores_nothing() -> None:
     with pytest.raises(UserError):
         await world.configure()
     assert world.database.config is None
+
+
+async def test_records_of_an_older_version_are_refused_and_left_alone(world: PoolWorld) -> None:
+    await world.warm(1)
+    older = world.database.config = replace(config(world), record_version=RECORD_VERSION - 1)
+    before = dict(world.database.instances)
+    for refused in (world.configure(max_instances=3), world.sweep(), world.provision("7"), status(world.process())):
+        with pytest.raises(UserError, match=f"have version {RECORD_VERSION - 1}, this Remuda has {RECORD_VERSION}$"):
+            await refused
+    assert (world.database.config, world.database.instances) == (older, before)
+    world.database.config = replace(older, record_version=RECORD_VERSION)
 
 
 async def test_sweeps_without_configuration_do_nothing() -> None:

@@ -20,7 +20,7 @@ from remuda.ports.doctor import CheckStatus
 from remuda.ports.github import GitHubRun
 from simulation.invariants import SCOPE
 from simulation.memory.github import MemoryGitHub
-from tests.support.virtual_time import Call
+from tests.support.virtual_time import Call, failing
 from tests.support.world import LIFETIMES, PoolWorld
 
 GRACE_S = 200.0
@@ -296,6 +296,18 @@ async def test_run_that_cannot_be_released_does_not_stop_the_others(world: PoolW
         ProvisionEnding.UNRELEASED,
         ProvisionEnding.UNRELEASED,
     ]
+
+
+async def test_run_whose_instances_cannot_be_taken_back_is_reported_and_finished_later(world: PoolWorld) -> None:
+    is_now(world, "completed")
+    await world.provision(str(RUN), repository=SCOPE)
+    await world.sweep()
+    await asyncio.sleep(GRACE_S + 1)
+    result = await world.sweep(failing("store.find_by_provision", Unavailable("the table is down")))
+    assert result.errors == (f"run {RUN} of {SCOPE.lower()} cannot be released: the table is down",)
+    assert len(result.warnings) == 1
+    assert of_run(world).ending is ProvisionEnding.UNRELEASED
+    assert (await world.sweep()).rolled_back
 
 
 async def test_run_that_github_fails_to_read_does_not_starve_the_others(

@@ -81,13 +81,11 @@ def test_counts_are_those_of_all_sets():
     state.shortage = "no capacity"
     table = MachineTable(FixedClock(NOW))
     for number, (busy, epoch) in enumerate(((True, 1), (False, 1), (True, 0))):
-        machine = table.put(
-            instance(instance_id=f"i-{number}", state=State.RUNNING, run_id="set.large", runner_set="large", epoch=1)
-        )
+        machine = table.put(instance(instance_id=f"i-{number}", state=State.RUNNING, runner_set="large", epoch=1))
         assert machine is not None
         report = Report(instance_id=f"i-{number}", epoch=epoch, busy=busy, listening=not busy)
         machine.observe(report, now=NOW, monotonic=0.0)
-    booting = instance(instance_id="i-9", state=State.RUNNING, run_id="set.large", runner_set="large", epoch=1)
+    booting = instance(instance_id="i-9", state=State.RUNNING, runner_set="large", epoch=1)
     assert table.put(booting) is not None
     # The report of the third machine is about an earlier use; the last one has not reported yet.
     assert pool_counts(context, [state], table) == {

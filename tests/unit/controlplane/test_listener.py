@@ -25,11 +25,11 @@ from remuda.controlplane.demand.rerun import POLL_S, InterruptedJobs
 from remuda.controlplane.demand.sets import new_state
 from remuda.controlplane.operator import drain
 from remuda.controlplane.read.status import status
-from remuda.controlplane.reconcile import release_event
-from remuda.controlplane.set_provisions import closed_provision
+from remuda.controlplane.reconcile import leave
 from remuda.domain.decide.next_step import Leave, RegistrationRemoval, leave_holder
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind, JobRecord
 from remuda.domain.errors import CapacityError, Conflict, Unavailable
+from remuda.domain.holder import Holder, SetHolder, StartedJob
 from remuda.domain.instance import Actor, RetireReason, State
 from remuda.domain.provision import ProvisionStatus
 from remuda.domain.resources import Tier
@@ -42,7 +42,7 @@ from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
 from simulation.memory.demand import MemoryDemandSession
 from simulation.memory.github import MemoryDemandJob
-from tests.support.records import in_set, instance, job_record, pool_config, provision
+from tests.support.records import in_set, job_record, pool_config
 from tests.support.set_world import DemandWorld, runner_set, window
 from tests.support.virtual_time import AmbiguousAnswer, Call, failing
 
@@ -67,7 +67,7 @@ async def test_job_gets_a_new_machine_which_returns_to_the_pool(sets: DemandWorl
     await sets.wait_for(lambda: sets.in_state(State.IDLE))
     assert sets.messages() == sets.in_state(State.IDLE)
     (record,) = sets.database.instances.values()
-    assert (record.uses, record.last_run_id, record.tier) == (1, "77", "trusted")
+    assert (record.uses, record.last_subject, record.tier) == (1, "77", "trusted")
 
 
 async def test_second_job_reuses_the_machine(sets: DemandWorld) -> None:
@@ -148,7 +148,7 @@ async def test_hot_runner_is_kept_beyond_its_listening_time(sets: DemandWorld) -
     await sets.pass_time(3 * sets.lifetimes.listening_time_s)
     assert len(sets.database.instances) == 1
     (provision,) = sets.database.provisions.values()
-    assert provision.status is ProvisionStatus.COMMITTED
+    assert provision.settled, "the acquisition is over, and the set holds its machine by the machine's own record"
 
 
 async def test_warm_machines_are_launched_kept_and_claimed(sets: DemandWorld) -> None:
@@ -181,19 +181,6 @@ async def test_machine_whose_agent_dies_is_replaced(sets: DemandWorld) -> None:
     sets.machines[lost].power_off("a test")
     await sets.wait_for(lambda: [item for item in sets.in_state(State.RUNNING) if item != lost])
     await sets.wait_for_jobs(sets.queue())
-
-
-async def test_provision_of_a_lost_machine_is_closed_at_once(sets: DemandWorld) -> None:
-    sets.listen()
-    (job,) = sets.queue(seconds=10_000)
-    await sets.wait_for(lambda: job.started)
-    (lost,) = sets.in_state(State.RUNNING)
-    sets.cut_power(lost, "a test")
-    await asyncio.sleep(5)
-    await sets.sweep()
-    assert sets.record(lost).retire_reason is RetireReason.GONE
-    statuses = {item.status for item in sets.database.provisions.values() if lost in item.instance_ids}
-    assert statuses == {ProvisionStatus.RELEASED}
 
 
 async def lose_job(sets: DemandWorld) -> tuple[MemoryDemandJob, str]:
@@ -342,7 +329,7 @@ async def test_job_whose_agent_alone_is_dead_is_not_lost_and_gets_no_other_insta
     assert sets.record(instance_id).state is State.RUNNING
 
 
-async def test_sweep_that_ends_a_failed_machine_closes_its_provision(sets: DemandWorld) -> None:
+async def test_sweep_ends_a_failed_machine(sets: DemandWorld) -> None:
     sets.behaviour.registration["i-00000000000000001"] = StepResult(ok=False, detail="broken")
     listener = sets.listen()
     sets.queue()
@@ -352,8 +339,6 @@ async def test_sweep_that_ends_a_failed_machine_closes_its_provision(sets: Deman
     await sets.wait_for(lambda: sets.database.reports[failed].signal is Signal.UD_REG_FAILED)
     await sets.sweep()
     assert sets.record(failed).retire_reason is RetireReason.FAILED
-    statuses = {item.status for item in sets.database.provisions.values() if failed in item.instance_ids}
-    assert statuses == {ProvisionStatus.RELEASED}
 
 
 async def test_machine_that_never_boots_is_replaced_after_its_deadline(sets: DemandWorld) -> None:
@@ -375,7 +360,8 @@ async def test_job_without_messages_is_bound_late_and_its_machine_retired(sets: 
     (record,) = sets.database.instances.values()
     await sets.wait_for(lambda: sets.in_state(State.TERMINATING))
     record = sets.record(record.instance_id)
-    assert (record.retire_reason, record.last_run_id) == (RetireReason.UNTRUSTED_JOB, "unknown")
+    assert record.retire_reason is RetireReason.UNTRUSTED_JOB
+    assert has_unnamed_job(record.last_holder)
 
 
 @pytest.mark.parametrize(
@@ -461,47 +447,6 @@ async def test_machine_that_is_being_given_back_is_not_equipped(sets: DemandWorl
     sets.listen(hook)
     await sets.wait_for_jobs(sets.queue())
     assert len(registrations) > REGISTRATION_ATTEMPTS
-
-
-@pytest.mark.parametrize("is_stored", [True, False])
-async def test_machine_whose_provision_was_released_is_replaced(sets: DemandWorld, *, is_stored: bool) -> None:
-    registrations: list[str] = []
-    released: list[str] = []
-
-    async def hook(name: str, call: Call) -> Any:
-        if name == "source.register":
-            registrations.append(name)
-        if name == "store.apply_with_provision" and not released:
-            # A machine that was claimed late for the same provision was released, and its record may be old.
-            ((key, provision),) = sets.database.provisions.items()
-            released.append(provision.provision_id)
-            if is_stored:
-                instance_of = next(iter(sets.database.instances.values()))
-                closed = closed_provision(sets.process(), pool_config(), provision, instance_of, "released")
-                assert closed is not None
-                sets.database.provisions[key] = closed
-            else:
-                del sets.database.provisions[key]
-        return await call()
-
-    sets.listen(hook)
-    await sets.wait_for_jobs(sets.queue())
-    assert len(registrations) == 2
-    assert released
-    held = [item.provision_id for item in sets.database.instances.values() if item.state is not State.TERMINATING]
-    assert not set(held) & set(released)
-
-
-async def test_provision_of_another_machine_is_not_closed(sets: DemandWorld) -> None:
-    context, config = sets.process(), pool_config()
-    of_other = provision(status=ProvisionStatus.COMMITTED, instance_ids=(instance(2).instance_id,))
-    assert closed_provision(context, config, of_other, instance(1), "released") is None
-    closed = closed_provision(context, config, of_other, instance(2), "released")
-    assert closed is not None
-    assert closed.status is ProvisionStatus.RELEASED
-    still_open = closed_provision(context, config, provision(), instance(1), "released")
-    assert still_open is not None
-    assert still_open.settled
 
 
 async def test_set_that_github_deleted_is_created_again(sets: DemandWorld) -> None:
@@ -668,7 +613,7 @@ async def test_message_of_a_known_idle_machine_stays_if_its_claim_fails(sets: De
     """Another worker may receive the message while the machine is being claimed without it."""
 
     async def fail_slowly(name: str, call: Call) -> Any:
-        if name != "store.put_provision" or not is_failing:
+        if name != "store.apply" or not is_failing:
             return await call()
         await asyncio.sleep(2)
         raise Unavailable("throttled")
@@ -793,8 +738,6 @@ async def test_paused_listener_leaves_its_launch_to_the_listener_that_has_taken_
     await sets.wait_for(lambda: job.started, seconds=120.0)
     resumed.set()
     await sets.pass_time(20)
-    (provision,) = sets.database.provisions.values()
-    assert provision.status is ProvisionStatus.COMMITTED
     await sets.wait_for_jobs([job])
     assert len(sets.database.instances) == 1
 
@@ -821,8 +764,7 @@ async def test_late_answer_about_an_earlier_use_does_not_end_the_present_one(set
     assert sets.database.instances[machine].epoch == 2
     resumed.set()
     await sets.pass_time(10)
-    committed = [item for item in sets.database.provisions.values() if item.status is ProvisionStatus.COMMITTED]
-    assert (machine,) in [item.instance_ids for item in committed]
+    assert sets.states()[machine] is State.RUNNING
     await sets.wait_for_jobs(jobs)
 
 
@@ -876,7 +818,8 @@ async def test_second_sweep_releases_a_spent_runner_whose_job_no_listener_has_re
     await sets.sweep()
     assert sets.record(spent).state is State.RUNNING
     await sets.sweep()
-    assert (sets.record(spent).state, sets.record(spent).last_run_id) == (State.RELEASING, "unknown")
+    assert sets.record(spent).state is State.RELEASING
+    assert has_unnamed_job(sets.record(spent).last_holder)
 
 
 async def test_first_sweep_ends_a_spent_runner_whose_time_is_over(sets: DemandWorld) -> None:
@@ -900,7 +843,7 @@ async def test_refresh_keeps_a_job_that_no_listener_has_recorded(sets: DemandWor
     await sets.wait_for(lambda: job.started)
     await sets.pass_time(sets.lifetimes.listening_time_s + 30.0)
     (record,) = (item for item in sets.database.instances.values() if item.state is State.RUNNING)
-    assert record.run_id == "unknown"
+    assert has_unnamed_job(record.holder)
     await sets.wait_for_jobs([job])
 
 
@@ -1019,6 +962,10 @@ def follow_alone(sets: DemandWorld, job: JobRecord, **changed: Any) -> None:
     InterruptedJobs(demand, BackgroundTasks(context=demand.context), lambda _: state).follow(job)
 
 
+def has_unnamed_job(holder: Holder | None) -> bool:
+    return isinstance(holder, SetHolder) and holder.job == StartedJob()
+
+
 async def test_job_of_a_repository_in_an_organisation_is_run_again(sets: DemandWorld) -> None:
     job = job_record(repository=SCOPE, interrupted_at=sets.clock.now(), seen_at=sets.clock.now())
     await sets.process().store.put_jobs([job])
@@ -1124,7 +1071,7 @@ async def test_runner_whose_registration_cannot_be_removed_may_have_a_job(sets: 
     process = sets.process(credentialed=missing != "credential")
     leaving = leave_holder(record)
     assert leaving == Leave(removal=RegistrationRemoval.BY_API)
-    assert await release_event(process, pool_config(), record, leaving, by=Actor.REFRESH) is None
+    assert await leave(process, pool_config(), record, leaving, by=Actor.REFRESH, why="a test") is None
     assert "github" not in process.calls.by_service()
 
 
@@ -1220,9 +1167,8 @@ async def test_a_set_whose_instances_end_before_they_boot_tells_why_and_waits(se
     assert record == f"gone: {reason}"
     (known,) = sets.database.demand.values()
     assert reason in known.shortage
-    assert {item.status for item in sets.database.provisions.values() if item.instance_ids} <= {
-        ProvisionStatus.RELEASED
-    }
+    still_open = [item for item in sets.database.provisions.values() if item.status is ProvisionStatus.OPEN]
+    assert len(still_open) <= 1, "only the newest launch boots"
     assert any(event == "acquisition-failed" and reason in why for event, why in listener.events)
     # As soon as instances boot, the set is well.
     sets.behaviour.boot_s = 2.0

@@ -44,7 +44,7 @@ async def test_started_job_is_bound_although_its_message_could_not_be_recorded(s
     await sets.wait_for_jobs([job])
     await sets.wait_for(lambda: sets.in_state(State.IDLE))
     (record,) = sets.database.instances.values()
-    assert (record.last_run_id, record.tier) == ("77", "trusted")
+    assert (record.last_subject, record.tier) == ("77", "trusted")
 
 
 async def test_started_job_is_bound_by_the_next_listener(sets: DemandWorld) -> None:
@@ -67,7 +67,7 @@ async def test_started_job_is_bound_by_the_next_listener(sets: DemandWorld) -> N
     await sets.wait_for_jobs([job])
     await sets.wait_for(lambda: sets.in_state(State.IDLE))
     (record,) = sets.database.instances.values()
-    assert (record.last_run_id, record.tier) == ("77", "trusted")
+    assert (record.last_subject, record.tier) == ("77", "trusted")
 
 
 @pytest.mark.parametrize(("before", "after"), [(Tier.UNTRUSTED, Tier.TRUSTED), (Tier.TRUSTED, Tier.UNTRUSTED)])
@@ -97,7 +97,7 @@ async def test_message_of_one_set_cannot_bind_a_machine_of_another(sets: DemandW
     sets.scale_sets.send("other", event)
     await sets.pass_time(2)
     (record,) = sets.database.instances.values()
-    assert (record.run_id, record.tier) == ("set.large", "trusted")
+    assert (record.subject, record.tier) == ("set.large", "trusted")
 
 
 async def test_polls_that_are_answered_at_once_are_not_repeated_at_once(sets: DemandWorld) -> None:

@@ -13,10 +13,9 @@ from remuda.controlplane.demand.machines import TAKEN_FOR_S
 from remuda.controlplane.demand.sets import SetState
 from remuda.domain.demand import JobRecord
 from remuda.domain.errors import Unavailable
-from remuda.domain.instance import ABSORBING, State
-from remuda.domain.provision import released
+from remuda.domain.holder import SetHolder, StartedJob
+from remuda.domain.instance import State
 from remuda.domain.runner_set import CapacityWindow
-from remuda.domain.transitions import UNKNOWN_RUN
 from remuda.ports.github import Deletion, GitHubRun
 from simulation.invariants import SCOPE
 from simulation.memory.github import MemoryDemandJob
@@ -114,7 +113,9 @@ async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_
         await sets.sweep()
         await asyncio.sleep(20.0)
     await sets.sweep()
-    assert sets.database.instances[instance_id].last_run_id == UNKNOWN_RUN
+    last = sets.database.instances[instance_id].last_holder
+    assert isinstance(last, SetHolder)
+    assert last.job == StartedJob()
     assert record_of(sets, job).started_at is None
     is_late = False
     await sets.wait_for(lambda: record_of(sets, job).lost_at is not None, 60.0)
@@ -246,20 +247,3 @@ async def test_runner_that_github_keeps_for_an_unknown_job_is_given_up_as_soon_a
     await sets.wait_for(lambda: len(asked) == 2, 90.0)
     waits_s = TAKEN_FOR_S + SET_LIFETIMES.surplus_grace_s
     assert waits_s <= asked[1] - asked[0] < waits_s + 1.0
-
-
-async def test_machine_whose_provision_another_process_has_released_is_given_up(sets: DemandWorld) -> None:
-    """For example a listener that was paused, and rolls back what its successor has taken over."""
-    # No command releases the provision of a machine that it leaves.
-    sets.ignore("S1", "S13", "D2")
-    sets.behaviour.boot_s = 20.0
-    sets.listen()
-    (job,) = sets.queue()
-    await sets.wait_for(lambda: sets.in_state(State.CREATED))
-    (given_up,) = sets.in_state(State.CREATED)
-    (provision,) = sets.database.provisions.values()
-    closed = released(provision, now=sets.clock.now(), why="by another process")
-    await sets.process().store.replace_provision(provision, closed)
-    await sets.wait_for_jobs([job], 50.0)
-    assert sets.record(given_up).state in ABSORBING
-    assert "equip" not in {entry.transition for entry in sets.database.histories[given_up]}

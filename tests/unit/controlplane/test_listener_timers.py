@@ -38,7 +38,7 @@ QUIET = COMMON | {"store.find": (300.0, 301.0)}
 HOT = COMMON | {"store.find": (10.0, 11.0), "store.get_reports": (4.5, 5.5)}
 #: Operations that fail for a while before.
 OUTAGES = (
-    "", "store.find", "store.get_reports", "store.get_config", "store.put_demand", "store.apply_with_provision",
+    "", "store.find", "store.get_reports", "store.get_config", "store.put_demand",
     "session.receive", "source.find_set", "source.register",
 )  # fmt: skip
 #: Seconds of an outage, and until everything is at rest again.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from remuda.controlplane.demand.machines import TAKEN_FOR_S, KnownMachine, MachineTable
 from remuda.domain.instance import Instance, State
 from remuda.domain.signals import Report
-from tests.support.records import at, in_set
+from tests.support.records import at, in_set, set_holder
 from tests.support.virtual_time import FixedClock
 
 #: Seconds between two reads of a report, at least and at most, and of the report of a booting machine.
@@ -191,12 +191,12 @@ class _Observed:
             machine.observe(None, now=now, monotonic=self.clock.monotonic())
             self.note("report")
         elif event == "bound" and record.state is State.RUNNING:
-            self._put(replace(record, run_id="77"), "record")
+            self._put(replace(record, holder=set_holder(run_id="77")), "record")
         elif event == "state":
             following = NEXT_STATES[record.state]
             state = following[values["choice"] % len(following)]
-            run_id = "" if state is State.RELEASING else record.run_id
-            self._put(replace(record, state=state, run_id=run_id), "record")
+            holder = None if state is State.RELEASING else record.holder
+            self._put(replace(record, state=state, holder=holder), "record")
         elif event == "use":
             first = in_set(State.CREATED)
             self._put(replace(first, state=State.CLAIMED, epoch=record.epoch + 1), "use")

@@ -19,6 +19,7 @@ from remuda.controlplane.operator import (
 )
 from remuda.controlplane.read.explain import explain
 from remuda.domain.errors import UserError
+from remuda.domain.holder import subject_of
 from remuda.domain.instance import State
 from remuda.domain.signals import Signal
 from remuda.ports.compute import POOL_TAG
@@ -68,7 +69,7 @@ async def test_drained_running_instance_finishes_its_run(world: PoolWorld) -> No
     job = world.github.queue(run_id="7", labels=["7"], seconds=20.0)
     await asyncio.sleep(1)
     (outcome,) = (await drain_all(world)).outcomes
-    assert (outcome.done, outcome.run_id) == (True, "7")
+    assert (outcome.done, subject_of(outcome.holder)) == (True, "7")
     await world.pass_time(30)
     assert job.conclusion == "success"
     assert world.record(machine).state is State.RUNNING
@@ -231,7 +232,7 @@ async def test_terminate_ends_a_running_instance(world: PoolWorld) -> None:
     world.github.queue(run_id="7", labels=["7"], seconds=50.0)
     await asyncio.sleep(10)
     (outcome,) = (await terminate_all(world)).outcomes
-    assert (outcome.done, outcome.busy, outcome.run_id) == (True, True, "7")
+    assert (outcome.done, outcome.busy, subject_of(outcome.holder)) == (True, True, "7")
     await world.pass_time(10)
     assert not world.alive()
     assert world.in_state(State.TERMINATED)

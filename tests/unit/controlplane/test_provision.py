@@ -12,7 +12,6 @@ import pytest
 from remuda.controlplane.operator import terminate
 from remuda.controlplane.provision import ProvisionResult
 from remuda.controlplane.provision.outcome import OutcomeRecorder
-from remuda.controlplane.provision.registration import RegisteredInstance
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut, Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.provision import (
@@ -33,7 +32,7 @@ from remuda.ports.machine import StepResult
 from simulation.invariants import POOL, SCOPE
 from simulation.loop import VirtualClock
 from simulation.memory.compute import MemoryCompute
-from tests.support.records import instance, instance_id, message
+from tests.support.records import instance_id, message
 from tests.support.virtual_time import Call, Cut, CutKind, EventRecorder, Hook, failing
 from tests.support.world import PoolWorld
 
@@ -486,9 +485,8 @@ async def test_provision_released_while_in_progress_has_an_outcome(world: PoolWo
 
 async def test_outcome_is_bounded(world: PoolWorld) -> None:
     recorder = OutcomeRecorder(VirtualClock())
-    registered = RegisteredInstance(instance=instance(1), source=RunnerSource.POOL, report=None)
     for number in range(2 * MAX_ACQUIRED):
-        recorder.acquire(registered)
+        recorder.acquire(instance_id(number), RunnerSource.POOL)
         recorder.reject(RejectionKind.CLAIM_LOST, "x" * 1_000, instance_id(number))
         recorder.launch(1, 0, ("y" * 1_000,) * 50)
     outcome = recorder.outcome(error="z" * 1_000)

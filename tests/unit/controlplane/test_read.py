@@ -93,9 +93,9 @@ async def test_sweeper_that_stops_is_a_warning(world: PoolWorld) -> None:
         await asyncio.sleep(pause_s / 3)
         if interval_s is not None:
             # Not written again before half of the time has passed.
-            before = dict(world.database.first_seen)
+            before = world.database.sweep
             await refresh(world.process(credentialed=True), None, interval_s=interval_s)
-            assert world.database.first_seen == before
+            assert world.database.sweep == before
         await asyncio.sleep(pause_s * 2 / 3 - 1)
         assert not (await read_status(world)).warnings
         await asyncio.sleep(2)

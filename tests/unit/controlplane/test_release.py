@@ -48,7 +48,7 @@ async def test_release_resets_pools_and_publishes(world: PoolWorld) -> None:
     assert not world.registrations()
     for instance_id in ids:
         record = world.record(instance_id)
-        assert (record.run_id, record.last_run_id, record.uses, record.assignment) == ("", "1", 1, None)
+        assert (record.holder, record.last_subject, record.uses, record.assignment) == (None, "1", 1, None)
         assert record.announced_at is not None
         assert record.threshold - world.clock.now() <= timedelta(seconds=world.lifetimes.idle_time_s)
 
@@ -363,5 +363,5 @@ async def test_reset_detail_is_reported_for_pooled_and_retired_instances(world: 
         assert document["details"] == {instance_id: "1 process (sleep 9)"}
         assert document["reasons"] == {instance_id: outcome.why}
         assert instance_id in document["deregistration_seconds"]
-        last = [entry for entry in await world.process().store.history(instance_id) if entry.run_id == fate.value]
+        last = [entry for entry in await world.process().store.history(instance_id) if entry.subject == fate.value]
         assert any(entry.why.endswith("1 process (sleep 9)") for entry in last)

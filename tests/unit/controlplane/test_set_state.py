@@ -94,7 +94,7 @@ async def test_statistics_of_an_earlier_process_count_for_ten_minutes(world: Poo
 
 
 def test_the_report_of_an_earlier_use_does_not_count() -> None:
-    used = instance(1, state=State.CLAIMED, epoch=2)
+    used = instance(1, state=State.CLAIMED, epoch=2, runner_set="large")
     machine = KnownMachine(used, now=NOW)
     for epoch, silent_since in ((1, NOW), (2, None)):
         report = Report(instance_id=used.instance_id, epoch=epoch, listening=True)
@@ -135,7 +135,7 @@ def test_each_use_of_a_machine_is_known_apart() -> None:
     second = machines.put(instance(1, state=State.CLAIMED, epoch=2, runner_set="large"))
     assert second is not None
     assert (first.instance.epoch, first.handled) == (1, True)
-    assert (second.instance.epoch, second.handled, second.provision) == (2, False, None)
+    assert (second.instance.epoch, second.handled, second.acquisition) == (2, False, None)
     assert (second.report, second.pulse) == (first.report, first.pulse)
 
 

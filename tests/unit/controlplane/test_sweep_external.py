@@ -14,8 +14,8 @@ from remuda.controlplane.refresh import refresh
 from remuda.controlplane.release import ReleaseStatus
 from remuda.domain.errors import Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
-from remuda.domain.reporting.warnings import SWEEP_DUE
 from remuda.domain.resources import DEFAULT_CLASSES, RunnerRequest, Tier, TypePatterns, UsageClass
+from remuda.domain.sweep_record import AnomalyKind
 from remuda.ports.compute import POOL_TAG, LaunchRequest, MachineState
 from simulation.invariants import SCOPE
 from simulation.memory.store import MemoryInstanceStore
@@ -57,7 +57,7 @@ async def test_unrecorded_machine_is_terminated_after_the_grace_period(world: Po
     result = await world.sweep()
     assert list(result.retired) == [lost]
     assert not world.cloud.is_alive(lost)
-    assert world.record(lost).provision_id == "p-lost"
+    assert world.record(lost).claim == "p-lost"
     await asyncio.sleep(2)
     assert (await world.sweep()).terminated == (lost,)
 
@@ -223,7 +223,7 @@ async def test_registration_without_a_record_stays_while_its_machine_exists(worl
     for _ in range(3):
         await asyncio.sleep(world.lifetimes.missing_after_s)
         assert not (await world.sweep()).stale_registrations
-    assert set(world.database.first_seen) == {SWEEP_DUE}
+    assert world.database.sweep.anomalies == ()
     await asyncio.sleep(500)
     assert list((result := await world.sweep()).retired) == [machine], "tombstone written, and its registration removed"
     assert result.stale_registrations == (name,)
@@ -247,7 +247,7 @@ async def test_paused_sweep_counts_as_one_sighting(world: PoolWorld) -> None:
     name = add_registration(world, 1, "i-0000000000000beef")
 
     async def hook(operation: str, call: Call) -> Any:
-        if operation == "store.get_first_seen":
+        if operation == "store.get_sweep_record":
             seen = await call()
             await asyncio.sleep(2 * world.lifetimes.registration_stale_after_s)
             return seen
@@ -328,10 +328,11 @@ async def test_runners_of_a_pool_with_a_similar_name_stay(world: PoolWorld) -> N
 async def test_resolved_anomalies_are_dropped(world: PoolWorld) -> None:
     name = add_registration(world, 1, "i-0000000000000beef")
     await world.sweep()
-    assert f"stale-registration:{name}" in world.database.first_seen
+    (anomaly,) = world.database.sweep.anomalies
+    assert (anomaly.kind, anomaly.subject) == (AnomalyKind.STALE_REGISTRATION, name)
     world.github.runners.clear()
     await world.sweep()
-    assert set(world.database.first_seen) == {SWEEP_DUE}
+    assert world.database.sweep.anomalies == ()
 
 
 class CorruptedStore(MemoryInstanceStore):

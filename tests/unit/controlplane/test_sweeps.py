@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.context import transition_all
-from remuda.controlplane.refresh.sweep import SETTLE_AFTER_S
+from remuda.controlplane.refresh.provisions import SETTLE_AFTER_S
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.instance import LIVE, State
 from remuda.domain.provision import ProvisionStatus
@@ -31,7 +31,7 @@ async def test_expired_instances_end_in_every_live_state(world: PoolWorld, state
     """Not before the clock margin has passed."""
     world.ignore("S7", "T1")
     threshold = world.clock.now()
-    record = make_record(7, state=state, threshold=threshold, provision_id="p-7", owner="p-7/w", run_id="1")
+    record = make_record(7, state=state, threshold=threshold, provision_id="p-7", claim="p-7/w", run_id="1")
     await world.process().store.apply(birth(record))
     await asyncio.sleep(MARGIN_S - 0.1)
     result = await world.sweep()
@@ -214,7 +214,7 @@ async def test_late_claim_of_a_released_provision_is_taken_back(world: PoolWorld
     await world.process().store.put_provision(closed)
     await asyncio.sleep(MARGIN_S + 1)
     await world.sweep()
-    late: dict[str, Any] = {"provision_id": "p-9", "owner": "p-9/w", "run_id": "1234", "scope": "octo/repo"}
+    late: dict[str, Any] = {"holder": closed.holder, "claim": "p-9/w", "scope": "octo/repo"}
     world.database.instances[warm] = replace(world.record(warm), state=State.CLAIMED, epoch=2, **late)
     await world.sweep()
     assert world.record(warm).state is State.RELEASING
@@ -231,7 +231,7 @@ async def test_provision_is_not_settled_before_its_deadline(world: PoolWorld) ->
     store = world.process().store
 
     async def is_settled() -> bool:
-        stored = await store.get_provision(closed.run_id, closed.provision_id)
+        stored = await store.get_provision(closed.holder)
         assert stored is not None
         return stored.settled
 
@@ -239,7 +239,7 @@ async def test_provision_is_not_settled_before_its_deadline(world: PoolWorld) ->
     await asyncio.sleep(SETTLE_AFTER_S + MARGIN_S + 5)
     await world.sweep()
     assert not await is_settled()
-    late: dict[str, Any] = {"provision_id": "p-9", "owner": "p-9/w", "run_id": "1234", "scope": "octo/repo"}
+    late: dict[str, Any] = {"holder": closed.holder, "claim": "p-9/w", "scope": "octo/repo"}
     world.database.instances[warm] = replace(
         world.record(warm), state=State.CLAIMED, epoch=2, threshold=closed.deadline, **late
     )
@@ -268,10 +268,10 @@ FAILING = {
     "github.delete_runner": "stale registrations",
     "store.unsettled_provisions": "provisions",
     "store.troubled_reports": "reports with a problem",
-    "store.get_reports": "reports of releases",
+    "store.get_reports": "reports: ",
     "pool.send": "pool messages",
     "store.forget": "old records",
-    "store.put_first_seen": "anomalies",
+    "store.put_sweep_record": "anomalies",
 }
 
 
@@ -304,6 +304,24 @@ async def test_surplus_messages_are_deleted_only_by_the_second_sweep(world: Pool
         return await call()
 
     assert [(await world.sweep(slow)).stale_messages for _ in range(3)] == [0, 1, 0]
+
+
+async def test_queue_that_fails_does_not_stop_the_sweep_of_the_others(world: PoolWorld) -> None:
+    for name in ("large", "xlarge"):
+        world.queues.put(name, message(0xBAD, resource_class=name), shuffle=0.5)
+    await world.sweep()
+    has_failed = False
+
+    async def fail_once(name: str, call: Call) -> Any:
+        nonlocal has_failed
+        if name == "pool.receive" and not has_failed:
+            has_failed = True
+            raise Unavailable("no answer")
+        return await call()
+
+    result = await world.sweep(fail_once)
+    assert (result.errors, result.stale_messages) == (("stale pool messages: no answer",), 1)
+    assert (await world.sweep()).stale_messages == 1, "the surplus of the other was not forgotten"
 
 
 async def test_message_sweep_receives_no_more_messages_than_it_has_counted(world: PoolWorld) -> None:

@@ -18,7 +18,7 @@ from remuda.controlplane.read.status import status
 from remuda.domain.demand import DemandStatistics
 from remuda.domain.errors import NotFound, Unavailable, UserError
 from remuda.domain.reporting.demand import DemandStatus, RunnerSetStatus, WaitReason
-from remuda.domain.reporting.job_queue import job_anomaly
+from remuda.domain.reporting.job_queue import stored_size
 from simulation.invariants import SCOPE
 from simulation.memory.github import MemoryGitHub
 from tests.support.set_world import DemandWorld, RunningListener, runner_set
@@ -382,7 +382,7 @@ async def test_stored_jobs_of_all_repositories_are_limited(live: DemandWorld) ->
     queues = live.database.demand["large"].queues
     stored = [job for queue in queues for job in queue.jobs]
     assert 0 < len(stored) < 30
-    assert sum(len(job_anomaly(job)) for job in stored) <= MAX_STORED
+    assert sum(map(stored_size, stored)) <= MAX_STORED
     for job in live.scale_sets.jobs:
         live.scale_sets.cancel(job)
 

@@ -110,7 +110,7 @@ class Place:
         return [
             *self.own_keys,
             items.history_pk(self.instance),
-            items.run_pk("4711"),
+            items.provisions_pk("4711"),
             str(items.CONFIG[items.PK]["S"]),
             items.shard_of(self.instance),
             items.troubled_of(self.instance),
@@ -559,7 +559,7 @@ def test_only_the_url_of_the_broker_is_public():
 def test_only_refresh_may_write_the_configuration(role, place):
     """The configuration determines what instances run, and the broker and workflows in direct mode only use it."""
     pool = str(items.CONFIG[items.PK]["S"])
-    assert pool == items.PREFIXES[items.PK]["S"] == items.FIRST_SEEN[items.PK]["S"]
+    assert pool == items.PREFIXES[items.PK]["S"] == items.SWEEP[items.PK]["S"]
     documents = policies_of(role, place)
 
     def writes(operation: str, keys: list[str]) -> bool:
@@ -567,7 +567,7 @@ def test_only_refresh_may_write_the_configuration(role, place):
         return allows(documents, IamRequest(action=f"dynamodb:{operation}", resource=place.table, context=context))
 
     control, report = place.own_keys
-    history, run, job = items.history_pk(place.instance), items.run_pk("4711"), f"{items.JOB_PREFIX}4711"
+    history, run, job = items.history_pk(place.instance), items.provisions_pk("4711"), f"{items.JOB_PREFIX}4711"
     sets = {items.DEMAND, job} if role == "ListenerRole" else set()
     for operation, its in (
         ("UpdateItem", {control, report}),

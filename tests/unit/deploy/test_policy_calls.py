@@ -45,7 +45,7 @@ PARTS = {"TransactWriteItems": "UpdateItem"}
 #: Partition keys that each call writes; refresh also writes the configuration.
 WRITTEN = {
     "BatchWriteItem": (items.history_pk(INSTANCE),),
-    "PutItem": (items.run_pk("4711"),),
+    "PutItem": (items.provisions_pk("4711"),),
     "TransactWriteItems": (f"control#{USER_ID}", f"report#{USER_ID}"),
     "UpdateItem": (f"control#{USER_ID}", f"report#{USER_ID}"),
 }

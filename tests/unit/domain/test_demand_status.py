@@ -25,7 +25,7 @@ from remuda.domain.demand import (
     QueuedJob,
     RepositoryQueue,
 )
-from remuda.domain.instance import State, holder_id
+from remuda.domain.instance import State
 from remuda.domain.provision import LaunchAttempt, Provision, ProvisionOutcome
 from remuda.domain.reporting.demand import (
     LISTENER_SILENT_S,
@@ -36,26 +36,33 @@ from remuda.domain.reporting.demand import (
     SessionState,
     WaitReason,
     demand_status,
-    disagreement_anomaly,
     find_disagreement,
 )
 from remuda.domain.reporting.explanation import Explanation, ExplanationInput
 from remuda.domain.reporting.job_explanation import explain_job, explain_jobs, explain_queued, explain_set
 from remuda.domain.reporting.job_queue import (
     QUEUE_OLD_S,
-    audited_anomaly,
     command_for_labels,
     describe_missing_labels,
-    job_anomaly,
     labels_by_run,
-    parse_job,
-    unaudited_anomaly,
 )
 from remuda.domain.reporting.warnings import find_demand_warnings
 from remuda.domain.runner_set import RunnerSet, parse_runner_sets
 from remuda.domain.signals import Report
+from remuda.domain.sweep_record import Anomaly, AnomalyKind, QueueAudit, SweepRecord, UnreadableRepository
 from remuda.domain.thresholds import Lifetimes
-from tests.support.records import NOW, assignment, at, entry, in_set, instance, instance_id, pool_config, provision
+from tests.support.records import (
+    NOW,
+    assignment,
+    at,
+    entry,
+    in_set,
+    instance,
+    instance_id,
+    pool_config,
+    provision,
+    set_holder,
+)
 
 HOSTILE = "\x1b[31m[bold]evil[/bold]\u202e\n<script>"
 LARGE = RunnerSet(
@@ -99,7 +106,7 @@ def job(number: int = 1, *, queued: float = -60, **changed: Any) -> JobRecord:
 
 
 def machine(number: int, state: State = State.RUNNING, **changed: Any) -> Any:
-    return replace(in_set(state), instance_id=instance_id(number), **changed)
+    return in_set(state, instance_id=instance_id(number), **changed)
 
 
 def listening(number: int, epoch: int = 2, **changed: Any) -> Report:
@@ -116,7 +123,7 @@ def demand_input(**changed: Any) -> DemandInput:
         "instances": (),
         "reports": {},
         "provisions": (),
-        "first_seen": {},
+        "sweep": SweepRecord(),
     }
     return DemandInput(**{**values, **changed})
 
@@ -128,7 +135,7 @@ def large(**changed: Any) -> RunnerSetStatus:
 def failed_launch(message: str, *, ended: float = -10, **changed: Any) -> Provision:
     launch = LaunchAttempt(count=1, launched=0, seconds=1.0, errors=(message,))
     outcome = ProvisionOutcome(ended_at=at(ended), seconds=2.0, launches=(launch,), error="no machine")
-    return provision(1, run_id=holder_id("large"), runner_set="large", outcome=outcome, **changed)
+    return provision(1, runner_set="large", outcome=outcome, **changed)
 
 
 def test_machines_are_counted_by_what_they_do() -> None:
@@ -231,14 +238,12 @@ def test_reason_why_jobs_wait(changed: dict[str, Any], reason: WaitReason, text:
 
 
 def test_a_successful_launch_after_a_failed_one_is_no_reason() -> None:
-    good = provision(
-        2, runner_set="large", outcome=ProvisionOutcome(ended_at=at(-5), seconds=1.0, created=1), run_id="set.large"
-    )
+    good = provision(2, runner_set="large", outcome=ProvisionOutcome(ended_at=at(-5), seconds=1.0, created=1))
     assert large(jobs=[job()], provisions=[good, failed_launch("quota")]).reason is WaitReason.STARTING
 
 
 def test_an_open_provision_is_no_reason() -> None:
-    current = provision(2, runner_set="large", run_id=holder_id("large"))
+    current = provision(2, runner_set="large")
     assert large(jobs=[job()], provisions=[current]).reason is WaitReason.STARTING
     assert "quota" in large(jobs=[job()], provisions=[current, failed_launch("quota")]).detail
 
@@ -286,14 +291,25 @@ def queued(*labels: str, **changed: Any) -> QueuedJob:
     return QueuedJob(**{"queued_at": at(-900), **values, **changed})
 
 
-def audited(*labels: str, read: float = -200, queued_at: float = -900) -> dict[str, Any]:
+def audited(*labels: str, read: float = -200, queued_at: float = -900) -> SweepRecord:
     """What the audit stores about one job."""
-    return {audited_anomaly("octo/app"): at(read), job_anomaly(queued(*labels)): at(queued_at)}
+    job = queued(*labels, queued_at=at(queued_at))
+    return SweepRecord(
+        audit=QueueAudit(queues=(RepositoryQueue(repository="octo/app", read_at=at(read), jobs=(job,)),))
+    )
+
+
+def unreadable() -> UnreadableRepository:
+    return UnreadableRepository(repository="octo/app", reason="403", at=NOW)
+
+
+def disagreement(seconds: float) -> Anomaly:
+    return Anomaly(kind=AnomalyKind.DISAGREEMENT, subject="large", first_seen_at=at(seconds))
 
 
 def test_job_in_githubs_queue_that_no_set_serves() -> None:
     seen = audited("self-hosted", "gpu")
-    (found,) = demand_status(demand_input(first_seen=seen)).overdue
+    (found,) = demand_status(demand_input(sweep=seen)).overdue
     assert (found.reason, found.runner_set, found.queued_at) == (WaitReason.NO_SET, "", at(-900))
     assert found.detail == "no runner has label gpu; sets: large (self-hosted, remuda, large)"
 
@@ -308,23 +324,16 @@ def test_job_in_githubs_queue_that_no_set_serves() -> None:
 )
 def test_job_in_githubs_queue_that_a_set_should_serve(changed: dict[str, Any], reason: WaitReason) -> None:
     seen = audited("Self-Hosted", "LARGE")
-    (found,) = demand_status(demand_input(first_seen=seen, **changed)).overdue
+    (found,) = demand_status(demand_input(sweep=seen, **changed)).overdue
     assert (found.reason, found.runner_set) == (reason, "large")
 
 
-@pytest.mark.parametrize(
-    "anomaly",
-    ["missing:i-1", "waiting-job:", "waiting-job:{}", "waiting-job:[1,2,3,4,[]]", 'waiting-job:["a","b","c","d",5]'],
-)
-def test_other_and_malformed_anomalies_are_no_jobs(anomaly: str) -> None:
-    assert parse_job(anomaly, NOW) is None
-
-
-def test_queued_job_survives_its_storage_and_is_sanitized() -> None:
+def test_queued_job_and_unreadable_repository_are_sanitized() -> None:
     job = queued("self-hosted", HOSTILE, name=HOSTILE)
-    assert parse_job(job_anomaly(job), job.queued_at) == job
     assert job.name.isprintable()
     assert all(label.isprintable() for label in job.labels)
+    found = UnreadableRepository(repository=HOSTILE, reason=HOSTILE, at=NOW)
+    assert (found.repository + found.reason).isprintable()
 
 
 # What GitHub does not send ------------------------------------------------------------------------------------------
@@ -424,22 +433,22 @@ def test_listening_machine_with_a_dead_agent_is_not_hot() -> None:
 def test_newer_reading_of_a_queue_replaces_the_older_one() -> None:
     seen = audited("self-hosted", "gpu", read=-200)
     empty = RepositoryQueue(repository="octo/app", read_at=at(-20))
-    assert demand_status(demand_input(first_seen=seen, demand={"large": record(queues=(empty,))})).queued == ()
+    assert demand_status(demand_input(sweep=seen, demand={"large": record(queues=(empty,))})).queued == ()
     older = replace(empty, read_at=at(-210))
-    found = demand_status(demand_input(first_seen=seen, demand={"large": record(queues=(older,))}))
+    found = demand_status(demand_input(sweep=seen, demand={"large": record(queues=(older,))}))
     assert [item.job_id for item in found.queued] == ["9"]
     assert found.queues_read_at == {"octo/app": at(-200)}
 
 
 def test_old_reading_of_a_queue_is_shown_with_its_time() -> None:
-    (new,) = demand_status(demand_input(first_seen=audited("self-hosted", "gpu", read=-QUEUE_OLD_S))).queued
-    (old,) = demand_status(demand_input(first_seen=audited("self-hosted", "gpu", read=-QUEUE_OLD_S - 1))).queued
+    (new,) = demand_status(demand_input(sweep=audited("self-hosted", "gpu", read=-QUEUE_OLD_S))).queued
+    (old,) = demand_status(demand_input(sweep=audited("self-hosted", "gpu", read=-QUEUE_OLD_S - 1))).queued
     time = f"{at(-QUEUE_OLD_S - 1):%Y-%m-%d %H:%M:%S} UTC"
     assert old.detail == f"{new.detail} (GitHub's queue was last read at {time})"
 
 
 def test_job_that_no_set_serves_is_shown_before_it_is_overdue() -> None:
-    found = demand_status(demand_input(first_seen=audited("self-hosted", "gpu", read=-5, queued_at=-30)))
+    found = demand_status(demand_input(sweep=audited("self-hosted", "gpu", read=-5, queued_at=-30)))
     assert ([item.job_id for item in found.queued], found.overdue) == (["9"], ())
     assert any("job gpu of run 88: no runner has label gpu" in line for line in shown(pool_status(found), 120))
 
@@ -502,18 +511,18 @@ def test_missing_labels_of_a_run(labels: list[str], run_id: str, expected: str) 
 
 def test_labels_of_a_run_are_those_of_its_runners() -> None:
     ours = machine(1, run_id="77", runner_set="", assignment=assignment(1))
-    released, of_set = replace(ours, run_id=""), replace(ours, runner_set="large")
+    released, of_set = replace(ours, holder=None), replace(ours, holder=set_holder(run_id="77"))
     assert assignment(1).labels
     assert labels_by_run([ours, released, of_set]) == {"77": assignment(1).labels}
 
 
 def test_a_lasting_disagreement_is_reported() -> None:
-    seen = {disagreement_anomaly("large"): at(-WAITING_LIMIT_S - 1)}
+    seen = SweepRecord(anomalies=(disagreement(-WAITING_LIMIT_S - 1),))
     wrong = {"large": record(2)}
     assert demand_status(demand_input(demand=wrong)).disagreements == {}
-    found = demand_status(demand_input(demand=wrong, first_seen=seen))
+    found = demand_status(demand_input(demand=wrong, sweep=seen))
     assert found.disagreements == {"large": "GitHub counts 2 waiting jobs, but has sent none that waits"}
-    assert demand_status(demand_input(demand=wrong, first_seen=seen, jobs=[job()])).disagreements == {}
+    assert demand_status(demand_input(demand=wrong, sweep=seen, jobs=[job()])).disagreements == {}
 
 
 def test_counts_that_agree_are_no_disagreement() -> None:
@@ -523,12 +532,9 @@ def test_counts_that_agree_are_no_disagreement() -> None:
 
 
 def test_warnings_about_sets_and_jobs() -> None:
-    seen = {
-        **audited("self-hosted", "gpu"),
-        unaudited_anomaly("octo/app", "403"): at(-900),
-        disagreement_anomaly("large"): at(-900),
-    }
-    status = demand_status(demand_input(first_seen=seen, demand={"large": record(2)}))
+    audit = replace(audited("self-hosted", "gpu").audit, unreadable=(unreadable(),))
+    seen = SweepRecord(audit=audit, anomalies=(disagreement(-900),))
+    status = demand_status(demand_input(sweep=seen, demand={"large": record(2)}))
     warnings = list(find_demand_warnings(status, now=NOW))
     assert [(item.kind, item.subject) for item in warnings] == [
         ("runner-set", "set.large"),
@@ -573,7 +579,7 @@ def test_warning_about_a_lost_job(changed: dict[str, Any], text: str) -> None:
         ({}, ("ok", "large, listener host-1; no job waits too long")),
         ({"lease": Lease(owner="", beat=1)}, ("problem", "large: the listener is silent")),
         ({"jobs": [job(1, queued=-400)], "demand": {"large": record(1)}}, ("warning", "1 job waits for more than 5")),
-        ({"first_seen": {unaudited_anomaly("octo/app", "403"): NOW}}, ("warning", "octo/app: 403")),
+        ({"sweep": SweepRecord(audit=QueueAudit(unreadable=(unreadable(),)))}, ("warning", "octo/app: 403")),
     ],
 )
 def test_doctor_checks_the_sets(changed: dict[str, Any], expected: tuple[str, str]) -> None:
@@ -643,12 +649,12 @@ def test_watch_shows_changes_of_a_set() -> None:
 
 RUNNER = f"remuda-test-2-{instance_id(1)}"
 HISTORY = [
-    entry("claim", at=at(-80), epoch=2, run_id="set.large", source=State.IDLE, target=State.CLAIMED, why="1 job"),
-    entry("equip", at=at(-79), epoch=2, run_id="set.large", source=State.CLAIMED, target=State.RUNNING),
+    entry("claim", at=at(-80), epoch=2, runner_set="large", source=State.IDLE, target=State.CLAIMED, why="1 job"),
+    entry("equip", at=at(-79), epoch=2, runner_set="large", source=State.CLAIMED, target=State.RUNNING),
     entry("bind", at=at(-77), epoch=2, run_id="77", source=State.RUNNING, target=State.RUNNING),
     entry("release", at=at(-20), epoch=2, run_id="77", source=State.RUNNING, target=State.RELEASING),
     entry("pool", at=at(-18), epoch=2, source=State.RELEASING, target=State.IDLE),
-    entry("claim", at=at(-10), epoch=3, run_id="set.large", source=State.IDLE, target=State.CLAIMED),
+    entry("claim", at=at(-10), epoch=3, runner_set="large", source=State.IDLE, target=State.CLAIMED),
 ]
 
 
@@ -723,7 +729,7 @@ def test_run_with_several_jobs() -> None:
 
 
 def test_job_that_no_set_serves() -> None:
-    waiting = demand_status(demand_input(first_seen=audited("self-hosted", "gpu"))).queued
+    waiting = demand_status(demand_input(sweep=audited("self-hosted", "gpu"))).queued
     for subject, title in (("9", "Job gpu of run 88: waits"), ("88", "Run 88 of octo/app: 1 waiting, none started")):
         explanation = explain_queued(subject, waiting, demand_input().config, "refresh")
         assert explanation.title == title
@@ -739,7 +745,7 @@ def test_job_that_no_set_serves() -> None:
 def test_labels_of_an_existing_set_are_never_changed() -> None:
     """GitHub does not change them: the set could open no session any more."""
     labels = [*(label.upper() for label in LARGE.labels), "gpu"]
-    waiting = demand_status(demand_input(first_seen=audited(*labels))).queued
+    waiting = demand_status(demand_input(sweep=audited(*labels))).queued
     (why,) = explain_queued("9", waiting, demand_input().config, "refresh").next_steps
     assert why.endswith(
         "; use runs-on: [self-hosted, remuda, large]: a set with more labels would get the jobs of large"

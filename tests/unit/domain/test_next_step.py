@@ -30,13 +30,12 @@ from remuda.domain.instance import (
     RetireReason,
     State,
     decide_retirement,
-    holder_id,
 )
 from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Signal
 from remuda.domain.thresholds import Lifetimes, expired
 from remuda.domain.transitions import Actor, End, Extend, Retire, ReturnToPool, advance
-from tests.support.records import NOW, assignment, at, in_state, report
+from tests.support.records import NOW, assignment, at, in_state, report, set_holder
 
 LIFE = Lifetimes(release_time_s=300.0, max_age_s=3_600.0, max_uses=3)
 BEFORE_TERMINATING = [state for state in State if state not in ABSORBING]
@@ -72,7 +71,7 @@ def test_clean_instance_that_must_retire_is_terminated_with_the_reason(
     assert (event.reason, event.detail) == reason
 
 
-UNBOUND = {"runner_set": "large", "last_run_id": holder_id("large")}
+UNBOUND = {"runner_set": "large"}
 
 
 @pytest.mark.parametrize(
@@ -80,10 +79,10 @@ UNBOUND = {"runner_set": "large", "last_run_id": holder_id("large")}
     [
         (UNBOUND, 2, True),
         # The job was recorded: its trust is known.
-        ({**UNBOUND, "last_run_id": "1234"}, 2, False),
+        ({**UNBOUND, "run_id": "1234"}, 2, False),
         (UNBOUND, 1, False),
         ({**UNBOUND, "tier": Tier.UNTRUSTED}, 2, False),
-        ({"last_run_id": "1234"}, 2, False),
+        ({"run_id": "1234"}, 2, False),
         ({**UNBOUND, "retire_reason": RetireReason.QUARANTINED, "quarantined_until": at(60)}, 2, False),
     ],
 )
@@ -214,7 +213,7 @@ def test_missing_credential_is_renewed_unless_the_assignment_is_missing() -> Non
     record = in_state(State.RELEASING, assignment=replace(assignment(2), credential=None))
     assert step(record, None) == NewCredential()
     assert step(replace(record, assignment=None), None) is None
-    assert step(replace(record, runner_set="large"), None) is None
+    assert step(replace(record, last_holder=set_holder()), None) is None
 
 
 # Retirement and time ----------------------------------------------------------------------------------------------
@@ -286,7 +285,7 @@ def test_job_survives_a_release_that_only_sweeps_extend(phase_s: int) -> None:
 
 # All states -------------------------------------------------------------------------------------------------------
 
-OF_SET = {"runner_set": "large", "run_id": holder_id("large")}
+OF_SET = {"runner_set": "large"}
 NOTICE = Write(event=Retire(reason=RetireReason.SPOT_NOTICE, detail="soon"), why="spot notice: soon")
 
 

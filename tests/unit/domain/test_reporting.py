@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from remuda.adapters.system.prices import read_prices, shipped_prices
 from remuda.domain.errors import UserError
-from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State, holder_id
+from remuda.domain.holder import subject_of
+from remuda.domain.instance import Credential, HistoryEntry, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig, ScopeTokens
 from remuda.domain.provision import (
     AcquiredRunner,
@@ -58,6 +59,7 @@ from tests.support.records import (
     job_record,
     pool_config,
     provision,
+    set_holder,
 )
 
 PRICES = PriceTable(on_demand={"c6i.large": 1.0, "m6i.large": 2.0}, spot={"c6i.large": 0.25})
@@ -111,7 +113,9 @@ def outcome(reused: int = 0, created: int = 0, seconds: float = 1.0, **changed: 
 
 
 def test_lifetime_is_divided_into_phases() -> None:
-    assert [(span.phase, span.seconds, span.run_id) for span in spans_of(ENDED, HISTORY, now=at(4_000))] == [
+    assert [
+        (span.phase, span.seconds, subject_of(span.holder)) for span in spans_of(ENDED, HISTORY, now=at(4_000))
+    ] == [
         (MachinePhase.BOOTING, 60, "1"),
         (MachinePhase.RUNNING, 600, "1"),
         (MachinePhase.RELEASING, 30, "1"),
@@ -185,6 +189,12 @@ def test_savings_compare_boots_with_idle_time() -> None:
     assert savings.net == pytest.approx(savings.boot_cost - savings.idle_cost)
 
 
+def test_each_runner_of_a_set_that_is_reused_saves_the_wait_of_its_own_job() -> None:
+    booted = provision(1, outcome=outcome(created=1, seconds=60.0))
+    burst = provision(2, runner_set="large", outcome=outcome(reused=3, seconds=10.0))
+    assert report([booted, burst]).savings.waiting_s == 3 * (60.0 - 10.0)
+
+
 @pytest.mark.parametrize(
     ("boot_cost", "idle_cost", "text"),
     [
@@ -223,7 +233,7 @@ def test_terminations_are_counted_by_state_and_reason() -> None:
 
 def test_jobs_are_counted_by_their_set() -> None:
     jobs = [job_record(1), job_record(2), job_record(3, runner_set="spot")]
-    served = provision(1, runner_set="large", run_id="set.large", outcome=outcome(reused=1))
+    served = provision(1, runner_set="large", outcome=outcome(reused=1))
     found = usage_report([served], [], {}, PRICES, jobs=jobs, since=BEFORE, until=AFTER).jobs.by_set
     assert {name: (item.jobs, item.reuse_rate) for name, item in found.items()} == {
         "large": (2, 1.0),
@@ -360,6 +370,20 @@ def test_launch_of_an_instance_without_history_is_explained_by_its_record() -> N
     (launch,) = explain_instance(record, explanation_input(record)).events
     assert (launch.at, launch.instance_id) == (at(-60), record.instance_id)
     assert launch.what == "launched; its history is not kept any more"
+
+
+@pytest.mark.parametrize(
+    ("run_id", "expected"),
+    [
+        (None, "listens for a job of set large; "),
+        ("77", "runs a job of run 77 for set large, "),
+        ("", "runs a job of a run that nobody has named for set large, "),
+    ],
+)
+def test_instance_of_a_runner_set_is_explained_by_its_job(run_id: str | None, expected: str) -> None:
+    record = in_set(State.RUNNING, holder=set_holder(run_id=run_id))
+    (step,) = explain_instance(record, explanation_input(record)).next_steps
+    assert step.startswith(f"{record.instance_id}: {expected}")
 
 
 def test_committed_run_whose_instances_cannot_be_read_is_not_said_to_hold_none() -> None:
@@ -507,7 +531,7 @@ def found_warnings(
     provisions: Sequence[Provision] = (),
     **more: Any,
 ) -> list[PoolWarning]:
-    options = {"lost": {}, "lost_with_job": frozenset(), "ended": {}, "sweep_due": None, "now": NOW} | more
+    options = {"lost": {}, "ended": {}, "sweep_due": None, "now": NOW} | more
     return find_warnings(config, instances, reports or {}, provisions, **options)
 
 
@@ -607,13 +631,6 @@ def test_failed_run_that_was_provisioned_again_is_no_warning() -> None:
     assert found_warnings(CONFIG, provisions=[failed, again]) == []
     (warning,) = found_warnings(CONFIG, provisions=[failed, again], lost={again.provision_id: ("i-2",)})
     assert (warning.kind, warning.text) == ("lost-instance", f"it lost 1 of its 3 instances: i-2; {REPLACE_LOST}")
-
-
-def test_set_that_lost_an_instance_with_its_job_is_warned_about_once() -> None:
-    gone = ended(1, ProvisionEnding.FAILED, run_id=holder_id("large"), runner_set="large", instance_ids=("i-1",))
-    assert found_warnings(CONFIG, provisions=[gone], lost_with_job=frozenset({"i-1"})) == []
-    (warning,) = found_warnings(CONFIG, provisions=[gone], lost_with_job=frozenset({"i-2"}))
-    assert (warning.kind, warning.subject) == ("provision-failed", "set.large")
 
 
 def test_lost_instances_are_a_warning_with_their_reasons() -> None:

@@ -29,7 +29,7 @@ from remuda.domain.supply import (
 )
 from remuda.domain.thresholds import Lifetimes
 from remuda.domain.transitions import Bind, End, Equip, Event, Fill, ListenOn, Release, advance
-from tests.support.records import NOW, OWNER, at, in_set, instance, instance_id, runner_request
+from tests.support.records import CLAIM, NOW, at, in_set, instance, instance_id, runner_request, set_holder
 
 LIFETIMES = Lifetimes()
 LARGE = RunnerSet(name="large", labels=("self-hosted", "large"), resource_class="large", scope="octo/repo", max=4)
@@ -320,7 +320,7 @@ def machines(draw: st.DrawFn, number: int) -> SetMachine:
         "retire_reason": draw(st.sampled_from([None, None, RetireReason.DRAINED, RetireReason.NEVER_REUSED])),
     }
     if state is State.RUNNING:
-        record["run_id"] = draw(st.sampled_from(["set.large", "77"]))
+        record["holder"] = set_holder(run_id=draw(st.sampled_from([None, "", "77"])))
         record["run_deadline"] = record["threshold"] + timedelta(seconds=1_800)
     reports = st.builds(
         Report,
@@ -425,8 +425,8 @@ def test_the_transition_table_allows_each_step(situation: tuple[list[SetMachine]
             event: Event = event_for(step.machine)
             advance(step.machine.instance, event, by=Actor.LISTENER, now=NOW, why=step.why)
 
-    check(plan.equip, lambda item: Equip(owner=OWNER, report=item.report, jit_config="c", runner_id=1, **limits))
-    check(plan.fill, lambda item: Fill(owner=OWNER, report=item.report, idle_time_s=420.0))
+    check(plan.equip, lambda item: Equip(claim=CLAIM, report=item.report, jit_config="c", runner_id=1, **limits))
+    check(plan.fill, lambda item: Fill(claim=CLAIM, report=item.report, idle_time_s=420.0))
     check(plan.renew, lambda item: ListenOn(report=item.report, **limits))
     bind: dict[str, Any] = {"set_tier": Tier.TRUSTED, "max_runtime_s": 1_800.0, "margin_s": 60.0}
     check(plan.bind, lambda item: Bind(report=item.report, **bind))
@@ -437,7 +437,7 @@ def test_the_transition_table_allows_each_step(situation: tuple[list[SetMachine]
         verdict = boot_verdict if item.instance.state is State.CREATED else registration_verdict
         failed = verdict(item.report, item.instance.epoch) is Verdict.FAILED
         reason = RetireReason.FAILED if failed else RetireReason.RELEASED
-        return End(reason=reason, report=item.report, owner=OWNER)
+        return End(reason=reason, report=item.report, claim=CLAIM)
 
     check(plan.end, end)
 

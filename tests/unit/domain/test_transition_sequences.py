@@ -34,7 +34,7 @@ from remuda.domain.transitions import (
     create,
 )
 from tests.support.mutations import fuzzed
-from tests.support.records import NOW, REMOVAL, assignment, in_state, instance_id
+from tests.support.records import NOW, REMOVAL, assignment, in_state, instance_id, run_holder
 
 SIGNALS = st.sampled_from([None, *Signal])
 
@@ -49,7 +49,7 @@ class RandomEvent:
     signal: Signal | None
     epoch_off: int
     busy: bool
-    owner: str | None
+    claim: str | None
     tier: Tier
     reuse: Reuse
     repository: str
@@ -70,7 +70,7 @@ EVENTS = st.builds(
     signal=st.sampled_from([Signal.UD_REG_OK, Signal.UD_REMOVE_REG_REMOVE_RUN_OK]) | SIGNALS,
     epoch_off=st.sampled_from([0, 0, 0, -1, 1]),
     busy=st.booleans(),
-    owner=st.sampled_from([None, "own", "own", "p-9/other"]),
+    claim=st.sampled_from([None, "own", "own", "p-9/other"]),
     tier=st.sampled_from([Tier.TRUSTED, Tier.TRUSTED, Tier.UNTRUSTED]),
     reuse=st.sampled_from(list(Reuse)),
     repository=st.sampled_from(["", "octo/one", "octo/two"]),
@@ -80,15 +80,14 @@ EVENTS = st.builds(
 
 
 def event_of(move: RandomEvent, record: Instance, now: datetime) -> Event:
-    owner = record.owner if move.owner == "own" else move.owner
+    claim = record.claim if move.claim == "own" else move.claim
     report = Report(
         instance_id=record.instance_id, epoch=record.epoch + move.epoch_off, signal=move.signal, busy=move.busy
     )
     events: dict[type, Event] = {
         Claim: Claim(
-            run_id=f"run-{record.epoch + 1}",
-            owner=f"p-{record.epoch + 1}/a",
-            provision_id=f"p-{record.epoch + 1}",
+            holder=run_holder(f"run-{record.epoch + 1}", f"p-{record.epoch + 1}"),
+            claim=f"p-{record.epoch + 1}/a",
             scope="octo/repo",
             tier=move.tier,
             reuse=move.reuse,
@@ -97,15 +96,15 @@ def event_of(move: RandomEvent, record: Instance, now: datetime) -> Event:
             assignment=assignment(record.epoch + 1),
             margin_s=1.0,
         ),
-        Commit: Commit(owner=owner or "", report=report, max_runtime_s=600.0),
-        Release: Release(release_time_s=60.0, credential=REMOVAL, owner=owner),
+        Commit: Commit(claim=claim or "", report=report, max_runtime_s=600.0),
+        Release: Release(release_time_s=60.0, credential=REMOVAL, claim=claim),
         Extend: Extend(report=report, extension_s=60.0, margin_s=0.0),
         RenewCredential: RenewCredential(credential=REMOVAL),
         ReturnToPool: ReturnToPool(report=report, idle_time_s=60.0),
         Announce: Announce(),
         Renew: Renew(until=now + timedelta(seconds=60)),
         Retire: Retire(reason=move.reason),
-        End: End(reason=move.reason, report=report, owner=owner),
+        End: End(reason=move.reason, report=report, claim=claim),
         Confirm: Confirm(keep_records_s=60.0),
     }
     return events[move.kind]
@@ -152,12 +151,12 @@ def test_state_never_recurs_in_its_epoch(events: list[RandomEvent]) -> None:
 def test_fields_per_state(events: list[RandomEvent]) -> None:
     for record, _ in apply_events(events):
         if record.state in ASSIGNED:
-            assert record.run_id
-            assert record.owner
+            assert record.holder is not None
+            assert record.claim
             assert record.assignment is not None
             assert record.assignment.runner_name.startswith(f"remuda-test-{record.epoch}-")
         else:
-            assert record.run_id == ""
+            assert record.holder is None
         credential = record.assignment.credential if record.assignment else None
         if record.state is State.RUNNING:
             assert credential is None
@@ -206,20 +205,20 @@ def test_uses_count_the_returns_to_the_pool(events: list[RandomEvent]) -> None:
 
 
 @given(SEQUENCES)
-def test_instance_has_one_owner_per_epoch(events: list[RandomEvent]) -> None:
-    """S1: within an epoch the owner never changes."""
-    owners: dict[int, set[str]] = {}
+def test_instance_has_one_claim_per_epoch(events: list[RandomEvent]) -> None:
+    """S1: within an epoch the claim never changes."""
+    claims: dict[int, set[str]] = {}
     for record, _ in apply_events(events):
-        owners.setdefault(record.epoch, set()).add(record.owner)
-    assert all(len(each) == 1 for each in owners.values())
+        claims.setdefault(record.epoch, set()).add(record.claim)
+    assert all(len(each) == 1 for each in claims.values())
 
 
 @given(SEQUENCES)
-def test_last_run_is_kept_after_a_release(events: list[RandomEvent]) -> None:
+def test_last_holder_is_kept_after_a_release(events: list[RandomEvent]) -> None:
     sequence = apply_events(events)
     for (before, _), (after, _) in itertools.pairwise(sequence):
-        if before.run_id and not after.run_id:
-            assert after.last_run_id == before.run_id
+        if before.holder is not None and after.holder is None:
+            assert after.last_holder == before.holder
 
 
 @given(SEQUENCES, st.integers(1, 6))
@@ -240,7 +239,7 @@ def test_generated_sequences_reach_later_epochs_and_the_end() -> None:
 
     def move(kind: type, by: Actor, signal: Signal | None = None) -> RandomEvent:
         return RandomEvent(
-            kind=kind, by=by, reason=RetireReason.GONE, signal=signal, epoch_off=0, busy=False, owner="own",
+            kind=kind, by=by, reason=RetireReason.GONE, signal=signal, epoch_off=0, busy=False, claim="own",
             tier=Tier.TRUSTED, reuse=Reuse.SAME_TRUST, repository="", seconds=1.0, lag=0,
         )  # fmt: skip
 

@@ -17,7 +17,6 @@ from remuda.domain.signals import Signal
 from remuda.domain.transitions import (
     MAX_WHY,
     TRANSITIONS,
-    UNKNOWN_RUN,
     Actor,
     Announce,
     Bind,
@@ -43,8 +42,8 @@ from remuda.domain.transitions import (
     tombstone,
 )
 from tests.support.records import (
+    CLAIM,
     NOW,
-    OWNER,
     REMOVAL,
     assignment,
     at,
@@ -57,6 +56,8 @@ from tests.support.records import (
     instance,
     provision,
     report,
+    run_holder,
+    set_holder,
     write,
 )
 
@@ -261,14 +262,14 @@ def effect(record: Instance, event: Event, by: Actor) -> dict[str, Any]:
     return differences(record, write(record, event, by).applied_to(record))
 
 
-def test_claim_increments_the_epoch_and_sets_run_owner_assignment_and_threshold() -> None:
+def test_claim_increments_the_epoch_and_sets_holder_claim_assignment_and_threshold() -> None:
     record = in_state(State.IDLE, run_deadline=at(9))
     assert effect(record, claim(), P) == {
         "state": State.CLAIMED,
         "epoch": 3,
-        "run_id": "1235",
-        "owner": "p-2/b",
-        "provision_id": "p-2",
+        "holder": run_holder("1235", "p-2"),
+        "last_holder": None,
+        "claim": "p-2/b",
         "scope": "octo/other",
         "threshold": at(300),
         "assignment": assignment(3),
@@ -280,7 +281,7 @@ def test_claim_increments_the_epoch_and_sets_run_owner_assignment_and_threshold(
 @pytest.mark.parametrize("state", [State.CREATED, State.CLAIMED])
 def test_commit_sets_the_threshold_and_removes_the_credential(state: State) -> None:
     record = in_state(state)
-    event = Commit(owner=OWNER, report=report(Signal.UD_REG_OK, record.epoch), max_runtime_s=90.0)
+    event = Commit(claim=CLAIM, report=report(Signal.UD_REG_OK, record.epoch), max_runtime_s=90.0)
     assert record.assignment is not None
     assert effect(record, event, P) == {
         "state": State.RUNNING,
@@ -297,13 +298,13 @@ def test_commit_removes_the_just_in_time_configuration() -> None:
 
 
 @pytest.mark.parametrize("state", [State.CLAIMED, State.RUNNING])
-def test_release_clears_the_run_keeps_its_deadline_and_sets_the_removal_credential(state: State) -> None:
+def test_release_clears_the_holder_keeps_its_deadline_and_sets_the_removal_credential(state: State) -> None:
     record = in_state(state)
     assert record.assignment is not None
-    assert effect(record, Release(release_time_s=120.0, credential=REMOVAL, owner=OWNER), P) == {
+    assert effect(record, Release(release_time_s=120.0, credential=REMOVAL, claim=CLAIM), P) == {
         "state": State.RELEASING,
-        "run_id": "",
-        "last_run_id": "1234",
+        "holder": None,
+        "last_holder": record.holder,
         "run_deadline": record.threshold,
         "threshold": at(120),
         "assignment": replace(record.assignment, credential=REMOVAL),
@@ -380,12 +381,12 @@ def test_retirement_sets_only_reason_and_detail() -> None:
         (State.IDLE, R, RetireReason.EXPIRED),
     ],
 )
-def test_end_clears_run_and_assignment_and_sets_last_run_and_reason(
+def test_end_clears_holder_and_assignment_and_sets_last_holder_and_reason(
     state: State, by: Actor, reason: RetireReason
 ) -> None:
     record = in_state(state)
     after = write(record, end(record, reason), by).applied_to(record)
-    assert (after.state, after.run_id, after.last_run_id) == (State.TERMINATING, "", "1234")
+    assert (after.state, after.holder, after.last_subject) == (State.TERMINATING, None, "1234")
     assert after.assignment is None
     assert after.announced_at is None
     assert after.retire_reason is reason
@@ -450,16 +451,22 @@ def test_every_write_is_conditional_on_state_and_epoch() -> None:
 # History ----------------------------------------------------------------------------------------------------------
 
 
-def test_history_entry_contains_run_new_epoch_and_actor() -> None:
+def test_history_entry_contains_holder_new_epoch_and_actor() -> None:
     record = in_state(State.IDLE)
     entry = advance(record, claim(), by=P, now=NOW + timedelta(microseconds=999), why="picked").entry
-    assert (entry.transition, entry.epoch, entry.run_id, entry.by, entry.why) == ("claim", 3, "1235", P, "picked")
+    assert (entry.transition, entry.epoch, entry.holder, entry.by, entry.why) == (
+        "claim",
+        3,
+        claim().holder,
+        P,
+        "picked",
+    )
     assert entry.at == NOW
 
 
-def test_history_entry_contains_the_run_that_a_release_clears() -> None:
+def test_history_entry_contains_the_holder_that_a_release_clears() -> None:
     record = in_state(State.RUNNING)
-    assert write(record, evidence(record)[Release], L).entry.run_id == "1234"
+    assert write(record, evidence(record)[Release], L).entry.holder == record.holder
 
 
 def test_texts_are_bounded() -> None:
@@ -618,7 +625,8 @@ def test_a_job_that_only_the_agent_reports_is_untrusted_and_retires_the_machine_
     listening = in_set(State.RUNNING)
     for found in (report(Signal.UD_REG_OK, 2, busy=True), report(Signal.UD_REG_OK, 2, spent_epoch=2)):
         bound = write(listening, bind(runner_name="", report=found), R).applied_to(listening)
-        assert (bound.run_id, bound.tier) == (UNKNOWN_RUN, Tier.UNTRUSTED)
+        assert (bound.holder, bound.tier) == (set_holder("large", ""), Tier.UNTRUSTED)
+        assert bound.is_bound
         assert bound.retire_reason is RetireReason.UNTRUSTED_JOB
         assert bound.repository == ""
 

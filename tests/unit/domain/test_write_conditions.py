@@ -31,8 +31,8 @@ from remuda.domain.transitions import (
     advance,
 )
 from tests.support.records import (
+    CLAIM,
     NOW,
-    OWNER,
     REMOVAL,
     at,
     claim,
@@ -42,6 +42,7 @@ from tests.support.records import (
     in_state,
     instance,
     report,
+    set_holder,
     write,
 )
 
@@ -191,21 +192,21 @@ def test_only_the_owner_commits_an_instance() -> None:
 
 def replace_owner(event: Event, owner: str | None) -> Event:
     assert isinstance(event, Commit | Release | End)
-    return replace(event, owner=owner)  # type: ignore[arg-type]
+    return replace(event, claim=owner)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("state", "event"),
     [
-        (State.CLAIMED, Release(release_time_s=9.0, credential=REMOVAL, owner="p-1/sibling")),
-        (State.CREATED, End(reason=RetireReason.RELEASED, owner="p-1/sibling")),
-        (State.CLAIMED, End(reason=RetireReason.TIMED_OUT, owner="p-1/sibling")),
+        (State.CLAIMED, Release(release_time_s=9.0, credential=REMOVAL, claim="p-1/sibling")),
+        (State.CREATED, End(reason=RetireReason.RELEASED, claim="p-1/sibling")),
+        (State.CLAIMED, End(reason=RetireReason.TIMED_OUT, claim="p-1/sibling")),
     ],
     ids=["release", "end-created", "end-claimed"],
 )
 def test_rollback_changes_only_its_own_assignment(state: State, event: Event) -> None:
     assert not write(in_state(state), event, P).condition.is_met_by(in_state(state))
-    own = replace_owner(event, OWNER)
+    own = replace_owner(event, CLAIM)
     assert write(in_state(state), own, P).condition.is_met_by(in_state(state))
     with pytest.raises(IllegalTransition):
         write(in_state(state), replace_owner(event, None), P)
@@ -267,7 +268,7 @@ def _signals(accepted: list[Report | None]) -> set[tuple[int, Signal | None]]:
 
 def test_commit_requires_a_registration_of_its_epoch() -> None:
     record = in_state(State.CLAIMED)
-    accepted = [r for r in REPORTS if _accepts(record, Commit(owner=OWNER, report=r, max_runtime_s=9.0), P)]
+    accepted = [r for r in REPORTS if _accepts(record, Commit(claim=CLAIM, report=r, max_runtime_s=9.0), P)]
     later = {Signal.UD_REMOVE_REG_OK, Signal.UD_REMOVE_REG_REMOVE_RUN_OK}
     assert _signals(accepted) == {(2, signal) for signal in {Signal.UD_REG_OK} | later}
 
@@ -281,7 +282,7 @@ def test_pooling_requires_a_reset_of_its_epoch() -> None:
 @pytest.mark.parametrize(("state", "by"), [(State.CLAIMED, P), (State.CLAIMED, R), (State.RUNNING, R)])
 def test_end_by_failure_requires_a_failed_registration_of_its_epoch(state: State, by: Actor) -> None:
     record = in_state(state)
-    accepted = [r for r in REPORTS if _accepts(record, End(reason=RetireReason.FAILED, report=r, owner=OWNER), by)]
+    accepted = [r for r in REPORTS if _accepts(record, End(reason=RetireReason.FAILED, report=r, claim=CLAIM), by)]
     assert _signals(accepted) == {(2, Signal.UD_FAILED), (2, Signal.UD_REG_FAILED)}
 
 
@@ -320,7 +321,7 @@ def test_second_claim_of_the_same_message_is_rejected() -> None:
     """Two workers received the same message: the first claim makes the condition of the second false."""
     record = instance(state=State.IDLE)
     first = write(record, claim(), P).applied_to(record)
-    assert not write(record, claim(owner="p-3/c"), P).condition.is_met_by(first)
+    assert not write(record, claim(claim="p-3/c"), P).condition.is_met_by(first)
 
 
 @pytest.mark.parametrize("kind", [Release, Extend, ReturnToPool])
@@ -353,10 +354,10 @@ def test_planned_end_is_rejected_after_a_later_quarantine(state: State, reason: 
     assert condition.is_met_by(replace(record, quarantined_until=at(60))) is not spared
 
 
-def test_the_end_of_a_runner_does_not_overwrite_the_run_of_its_job() -> None:
+def test_the_end_of_a_runner_does_not_overwrite_its_job() -> None:
     """An operator decides, a job is recorded, and the history would name the set instead of the run."""
     listening = in_set(State.RUNNING)
     event = End(reason=RetireReason.TERMINATED_BY_OPERATOR)
     change = advance(listening, event, by=Actor.OPERATOR, now=NOW, why="a test")
     assert change.condition.is_met_by(listening)
-    assert not change.condition.is_met_by(replace(listening, run_id="77"))
+    assert not change.condition.is_met_by(replace(listening, holder=set_holder(run_id="77")))

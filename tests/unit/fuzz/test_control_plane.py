@@ -34,6 +34,7 @@ from tests.support.mutations import (
     mutated,
 )
 from tests.support.records import message as make_message
+from tests.support.records import sweep_record
 from tests.support.virtual_time import in_virtual_time
 from tests.support.world import PoolWorld
 
@@ -238,13 +239,13 @@ async def test_provisions(data: st.DataObject) -> None:
 
 
 @fuzzed(FEW)
-@given(mutated({"missing:i-00000000000000001": "2025-05-31T12:00:00.000Z"}) | any_json)
+@given(mutated(to_document(sweep_record())) | any_json)
 @in_virtual_time
-async def test_first_seen_times(document: Any) -> None:
-    """Unreadable first-seen times are reported once and started anew."""
+async def test_the_record_of_the_last_sweep(document: Any) -> None:
+    """An unreadable record is reported once and started anew."""
     world = await opened()
     await world.warm(1)
-    world.corrupt.first_seen = document
+    world.corrupt.sweep = document
     await sweep(world)
     assert not (await sweep(world)).errors
     world.check()

@@ -21,8 +21,9 @@ from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
 from remuda.domain.serialization import from_document, to_document
 from remuda.domain.signals import MAX_DETAIL, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from tests.support.mutations import ESCAPES, LONE, any_json, check_shown, fuzzed, mutated, spoiled_text
-from tests.support.records import NOW, assignment, at, entry, instance, message, pool_config, provision
+from tests.support.records import NOW, assignment, at, entry, instance, message, pool_config, provision, sweep_record
 
 GOOD: dict[type[Any], Any] = {
     Instance: instance(state=State.RELEASING, assignment=assignment(), run_deadline=at(9), forget_at=at(9)),
@@ -31,6 +32,7 @@ GOOD: dict[type[Any], Any] = {
     Provision: provision(instance_ids=("i-1",), released_at=at(1)),
     PoolConfig: pool_config(),
     PoolMessage: message(),
+    SweepRecord: sweep_record(),
 }
 #: Maximum length of a parse error: it is logged and stored in provision records.
 MAX_REFUSAL = 500
@@ -67,6 +69,9 @@ def check_usable(record: Any) -> None:
         case PoolMessage():
             check_shown(f"{record.resource_class} {record.instance_type}", 200)
             assert runner_name("p" * 20, record.epoch + 1, record.id)
+        case SweepRecord():
+            times = [item.first_seen_at for item in record.anomalies]
+            assert all(NOW - since < NOW - since + DAY for since in times)
         case _:
             pass
 
@@ -105,7 +110,6 @@ def test_dynamodb_item(kind: type[Any], data: st.DataObject) -> None:
     wrong = mutated(_item(to_document(GOOD[kind])))
     item = {**where, **data.draw(st.just(_item(document)) | wrong.filter(lambda found: isinstance(found, dict)))}
     check_parsed(lambda: items.record_of(kind, item))
-    parsed(lambda: items.times_of(item))
     records, unreadable = items.parse_all(kind, [("bad", item), ("good", _whole(kind))])
     assert "good" in records
     assert "good" not in unreadable
@@ -128,14 +132,6 @@ def _whole(kind: type[Any]) -> Any:
         case _:
             where = items.CONFIG
     return items.document_item(where, record)
-
-
-@fuzzed()
-@given(spoiled_text({"missing:i-1": "2025-05-31T12:00:00.000Z", "surplus-messages:large": "2025-05-31T12:00:00.000Z"}))
-def test_first_seen_times(text: bytes) -> None:
-    times = parsed(lambda: sqlite_documents.decode_times(text.decode(errors="replace")))
-    for since in (times or {}).values():
-        assert NOW - since < NOW - since + DAY
 
 
 @fuzzed(200)

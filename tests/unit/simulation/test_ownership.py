@@ -15,12 +15,26 @@ from remuda.domain.provision import Provision, ProvisionOutcome, ProvisionStatus
 from remuda.domain.transitions.table import TRANSITIONS
 from simulation.faults import Fault
 from simulation.ownership import OWNED_BY_ROW, Ownership
-from tests.support.records import NOW, at, demand_record, entry, in_set, instance, job_record, pool_config, provision
+from tests.support.records import (
+    NOW,
+    at,
+    demand_record,
+    entry,
+    in_set,
+    instance,
+    job_record,
+    pool_config,
+    provision,
+    run_holder,
+    set_holder,
+)
 
 ROWS = [row.name for row in TRANSITIONS if row.sources != frozenset({None})]
 #: Another value of each field of an instance.
 OTHER: dict[str, Any] = {
     **{item.name: "other" for item in fields(Instance)},
+    "holder": None,
+    "last_holder": run_holder("other"),
     "epoch": 9,
     "cpu": 9,
     "memory_mib": 9,
@@ -53,7 +67,7 @@ def test_every_row_has_owned_fields() -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_changes_only_its_fields(row: str, ownership: Ownership) -> None:
-    before = replace(in_set(State.RUNNING), run_id="")
+    before = in_set(State.RUNNING)
     for name, value in OTHER.items():
         after = replace(before, **{name: value})
         found = [text for _, text in ownership.instance_written(before, after, entry(row)) if "changed" in text]
@@ -72,9 +86,9 @@ def test_a_renewed_credential_leaves_the_rest_of_the_assignment(ownership: Owner
 @pytest.mark.parametrize("row", ["release", "end-running"])
 def test_the_last_run_is_that_of_the_record_when_it_is_written(row: str, ownership: Ownership) -> None:
     bound = instance(state=State.RUNNING, run_id="77")
-    right = replace(bound, run_id="", last_run_id="77")
+    right = replace(bound, holder=None, last_holder=bound.holder)
     assert not list(ownership.instance_written(bound, right, entry(row)))
-    assert list(ownership.instance_written(bound, replace(right, last_run_id="set.large"), entry(row)))
+    assert list(ownership.instance_written(bound, replace(right, last_holder=set_holder()), entry(row)))
 
 
 @pytest.mark.parametrize(

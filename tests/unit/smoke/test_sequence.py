@@ -23,7 +23,7 @@ from simulation.loop import VirtualClock
 from tests.smoke.budget import RUN_HOURS, BudgetExceeded, Meter
 from tests.smoke.record import SmokeRecord
 from tests.smoke.repository import PushedRun
-from tests.smoke.sequence import SmokeFailure, SmokeRun
+from tests.smoke.sequence import SmokeFailure, SmokeRun, is_held_by
 from tests.smoke.workflow import JOB, branch_files, smoke_workflow
 from tests.support.virtual_time import run_virtual
 
@@ -177,8 +177,8 @@ class FakeWorld:
                 run["status"] = "completed"
                 run["conclusion"] = "cancelled" if run.get("cancelled") else "failure" if self.job_fails else "success"
                 for each in self.machines.values():
-                    if each["run_id"] == str(number):
-                        each |= {"state": "idle", "run_id": ""}
+                    if is_held_by(each, number):
+                        each |= {"state": "idle", "holder": None}
         for each in self.machines.values():
             if each.get("notice_at", self._now) < self._now:
                 each["report"] = {"notice": "spot interruption"}
@@ -190,9 +190,9 @@ class FakeWorld:
             for _ in range(1 + self.extra_machines):
                 name = f"i-{len(self.machines):017x}"
                 self.machines[name] = {"instance_id": name, "pool": POOL, "uses": 0, "usage_class": run["usage"]}
-                self.machines[name] |= {"state": "created", "run_id": ""}
+                self.machines[name] |= {"state": "created", "holder": None}
             idle = [self.machines[name]]
-        idle[0] |= {"state": "running", "run_id": str(number), "uses": idle[0]["uses"] + 1}
+        idle[0] |= {"state": "running", "holder": {"run_id": str(number)}, "uses": idle[0]["uses"] + 1}
 
     def _seen(self, number: int) -> PushedRun:
         self._advance()
@@ -336,7 +336,7 @@ def test_a_run_that_ends_anywhere_leaves_nothing(call, cancels):
 def test_a_second_run_removes_what_a_killed_one_left():
     world = FakeWorld()
     world.pools = {"smoke-00000001"}
-    world.machines["i-1"] = {"instance_id": "i-1", "pool": "smoke-00000002", "state": "idle", "run_id": "", "uses": 0}
+    world.machines["i-1"] = {"instance_id": "i-1", "pool": "smoke-00000002", "state": "idle", "holder": None, "uses": 0}
     world.machines["i-1"]["usage_class"] = "on-demand"
     world.fis_roles = {"smoke-00000003"}
     world.branches = {"remuda-smoke-smoke-00000004": "sha", "main": "sha"}

@@ -225,7 +225,7 @@ def test_events_before_the_process_started_are_not_counted() -> None:
 def termination(reason: RetireReason, state: State = State.IDLE, **changed: Any) -> HistoryEntry:
     by = Actor.OPERATOR if reason is RetireReason.TERMINATED_BY_OPERATOR else Actor.REFRESH
     record = in_state(state, threshold=at(-100))
-    return advance(record, end(record, reason, owner=None, **changed), by=by, now=at(1), why="i-1 at 12:31").entry
+    return advance(record, end(record, reason, claim=None, **changed), by=by, now=at(1), why="i-1 at 12:31").entry
 
 
 @pytest.mark.parametrize(

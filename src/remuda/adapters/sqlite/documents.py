@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -37,11 +36,6 @@ def decode(kind: type[T], text: str, name: str = "") -> T:
     if name and own != name:
         raise ValueError("the record's id differs from its key")
     return record
-
-
-def decode_times(text: str) -> Mapping[str, datetime]:
-    times: Mapping[str, datetime] = serialization.parse(Mapping[str, datetime], _load(text), "first_seen")
-    return times
 
 
 def time_text(at: datetime | None) -> str | None:

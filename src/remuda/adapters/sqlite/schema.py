@@ -18,7 +18,7 @@ from remuda.disk import FULL, full_disk, is_full
 from remuda.domain.errors import RemudaError, Unavailable, UserError
 
 #: Incremented with each change that older versions cannot read.
-VERSION = 1
+VERSION = 2
 
 _TABLES = """
 CREATE TABLE instances (
@@ -46,7 +46,7 @@ CREATE TABLE reports (
 );
 
 CREATE TABLE provisions (
-  run_id TEXT NOT NULL,
+  holder TEXT NOT NULL,
   provision_id TEXT NOT NULL,
   created_at TEXT NOT NULL,
   deadline TEXT NOT NULL,
@@ -54,7 +54,7 @@ CREATE TABLE provisions (
   settled INTEGER NOT NULL,
   forget_at TEXT,
   doc TEXT NOT NULL,
-  PRIMARY KEY (run_id, provision_id)
+  PRIMARY KEY (holder, provision_id)
 );
 CREATE INDEX provisions_unsettled ON provisions (status, deadline) WHERE settled = 0;
 CREATE INDEX provisions_by_age ON provisions (created_at);
@@ -77,18 +77,16 @@ CREATE TABLE messages (
   body TEXT NOT NULL
 );
 CREATE INDEX messages_by_queue ON messages (queue, visible_at);
-"""
-#: Added later. A store that lacks them gets them when it is opened; older versions ignore them.
-_JOBS = """
-CREATE TABLE IF NOT EXISTS jobs (
+
+CREATE TABLE jobs (
   job_id TEXT PRIMARY KEY,
   run_id TEXT NOT NULL,
   seen_at TEXT NOT NULL,
   expires_at TEXT NOT NULL,
   doc TEXT NOT NULL
 );
-CREATE INDEX IF NOT EXISTS jobs_by_run ON jobs (run_id, seen_at);
-CREATE INDEX IF NOT EXISTS jobs_by_age ON jobs (seen_at);
+CREATE INDEX jobs_by_run ON jobs (run_id, seen_at);
+CREATE INDEX jobs_by_age ON jobs (seen_at);
 """
 
 
@@ -113,7 +111,7 @@ def _build(path: Path) -> None:
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} {_JOBS} PRAGMA user_version = {VERSION}; COMMIT;")
+        connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
     finally:
         connection.close()
 
@@ -140,8 +138,6 @@ def connect(path: Path, *, busy_timeout_s: float) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA synchronous = NORMAL")
         _check(connection, path)
-        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'jobs_by_age'").fetchone():
-            connection.executescript(f"BEGIN IMMEDIATE; {_JOBS} COMMIT;")
     except BaseException:
         connection.close()
         raise
@@ -154,6 +150,11 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
         raise UserError(
             f"{path} has schema {found} of a newer Remuda; this version supports schema {VERSION}",
             fix="upgrade Remuda, or use another file for the store",
+        )
+    if 0 < found < VERSION:
+        raise UserError(
+            f"{path} has schema {found} of an older Remuda; this version supports schema {VERSION}",
+            fix=f"stop its machines with remuda down, then move {path.name} and its -wal and -shm files away",
         )
     if found != VERSION:
         raise UserError(f"{path} is a database, but not a Remuda store", fix="use another file for the store")

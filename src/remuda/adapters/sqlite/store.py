@@ -11,14 +11,16 @@ from typing import Any, TypeVar
 
 from remuda.adapters.sqlite import tables
 from remuda.adapters.sqlite.connection import BUSY_TIMEOUT_S, ChangePoller, SqliteFile
-from remuda.adapters.sqlite.documents import decode, decode_times, encode
+from remuda.adapters.sqlite.documents import decode, encode
 from remuda.adapters.sqlite.tables import Key, RecordKind
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
-from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unreadable
+from remuda.domain.errors import Conflict, RemudaError, Unreadable
+from remuda.domain.holder import Holder
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange
+from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -27,7 +29,7 @@ T = TypeVar("T")
 R = TypeVar("R", Instance, Report)
 
 _CONFIG = "config"
-_FIRST_SEEN = "first_seen"
+_SWEEP = "sweep"
 #: Prefixes of single documents.
 _DEMAND = "demand/"
 _LEASE = "lease/"
@@ -72,16 +74,6 @@ class SqliteInstanceStore:
         # Parse the written document, so that the caller gets exactly what readers will get.
         written = await self._write("apply", partial(self._change, change=change), changed=_control([change]))
         return self._parse(Instance, written, change.instance_id)
-
-    async def apply_with_provision(self, change: Change, provision: ProvisionChange) -> None:
-        def job(connection: sqlite3.Connection) -> None:
-            self._change(connection, change)
-            try:
-                self._replace_provision(connection, provision.before, provision.after)
-            except Conflict as conflict:
-                raise ProvisionConflict(conflict.message, current=conflict.current) from None
-
-        await self._write("apply_with_provision", job, changed=_control([change]))
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         def job(connection: sqlite3.Connection) -> list[Conflict | None]:
@@ -205,7 +197,7 @@ class SqliteInstanceStore:
 
     async def put_provision(self, provision: Provision) -> None:
         def job(connection: sqlite3.Connection) -> None:
-            current = self._provision(connection, provision.run_id, provision.provision_id)
+            current = self._provision(connection, provision.holder)
             if current is not None:
                 raise Conflict(f"provision {provision.provision_id} exists", current=current)
             tables.write_provision(connection, provision)
@@ -216,13 +208,13 @@ class SqliteInstanceStore:
         await self._write("replace_provision", partial(self._replace_provision, before=before, after=after))
 
     def _replace_provision(self, connection: sqlite3.Connection, before: Provision, after: Provision) -> None:
-        current = self._provision(connection, before.run_id, before.provision_id)
+        current = self._provision(connection, before.holder)
         if not before.is_as_stored(current):
             raise Conflict(f"provision {before.provision_id} has changed", current=current)
         tables.write_provision(connection, after)
 
-    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
-        return await self._read("get_provision", lambda connection: self._provision(connection, run_id, provision_id))
+    async def get_provision(self, holder: Holder) -> Provision | None:
+        return await self._read("get_provision", lambda connection: self._provision(connection, holder))
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
         docs = await self._read("provisions_of_run", partial(tables.of_run, run_id=run_id))
@@ -287,7 +279,10 @@ class SqliteInstanceStore:
 
     async def get_config(self) -> PoolConfig | None:
         text = await self._read("get_config", partial(tables.single, name=_CONFIG))
-        return self._parse_optional(PoolConfig, text, _CONFIG)
+        config = self._parse_optional(PoolConfig, text, _CONFIG)
+        if config is not None:
+            config.check_record_version()
+        return config
 
     async def put_config(self, config: PoolConfig) -> None:
         def job(connection: sqlite3.Connection) -> None:
@@ -298,13 +293,13 @@ class SqliteInstanceStore:
 
         await self._write("put_config", job)
 
-    async def get_first_seen(self) -> Mapping[str, datetime]:
-        text = await self._read("get_first_seen", partial(tables.single, name=_FIRST_SEEN))
-        return {} if text is None else self._or_unreadable(lambda: decode_times(text), _FIRST_SEEN)
+    async def get_sweep_record(self) -> SweepRecord:
+        text = await self._read("get_sweep_record", partial(tables.single, name=_SWEEP))
+        return self._parse_optional(SweepRecord, text, _SWEEP) or SweepRecord()
 
-    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
-        text = encode(first_seen)
-        await self._write("put_first_seen", lambda connection: tables.write_single(connection, _FIRST_SEEN, text))
+    async def put_sweep_record(self, record: SweepRecord) -> None:
+        text = encode(record)
+        await self._write("put_sweep_record", lambda connection: tables.write_single(connection, _SWEEP, text))
 
     # Jobs -----------------------------------------------------------------------------------------------------
 
@@ -351,18 +346,15 @@ class SqliteInstanceStore:
     def _one(self, connection: sqlite3.Connection, record: type[R], instance_id: str) -> R | None:
         return self._parse_optional(record, tables.one(connection, _KINDS[record], instance_id), instance_id)
 
-    def _provision(self, connection: sqlite3.Connection, run_id: str, provision_id: str) -> Provision | None:
-        return self._parse_optional(Provision, tables.provision(connection, run_id, provision_id), provision_id)
+    def _provision(self, connection: sqlite3.Connection, holder: Holder) -> Provision | None:
+        return self._parse_optional(Provision, tables.provision(connection, holder), holder.provision_id)
 
     def _parse_optional(self, record: type[T], text: str | None, what: str) -> T | None:
         return None if text is None else self._parse(record, text, what)
 
     def _parse(self, record: type[T], text: str, what: str) -> T:
-        return self._or_unreadable(lambda: decode(record, text, what), what)
-
-    def _or_unreadable(self, parse: Callable[[], T], what: str) -> T:
         try:
-            return parse()
+            return decode(record, text, what)
         except ValueError as error:
             raise Unreadable(str(self._file.path), {what: str(error)}) from error
 

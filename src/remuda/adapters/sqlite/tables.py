@@ -14,6 +14,7 @@ from typing import Any
 
 from remuda.adapters.sqlite.documents import encode, time_text
 from remuda.domain.demand import JobRecord
+from remuda.domain.holder import Holder
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.signals import Report
@@ -138,10 +139,10 @@ def write_report(connection: sqlite3.Connection, report: Report) -> None:
 def write_provision(connection: sqlite3.Connection, provision: Provision) -> None:
     connection.execute(
         "INSERT OR REPLACE INTO provisions"
-        " (run_id, provision_id, created_at, deadline, status, settled, forget_at, doc)"
+        " (holder, provision_id, created_at, deadline, status, settled, forget_at, doc)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            provision.run_id,
+            provision.holder.key,
             provision.provision_id,
             time_text(provision.created_at),
             time_text(provision.deadline),
@@ -153,12 +154,13 @@ def write_provision(connection: sqlite3.Connection, provision: Provision) -> Non
     )
 
 
-def provision(connection: sqlite3.Connection, run_id: str, provision_id: str) -> str | None:
-    return _first(connection, "SELECT doc FROM provisions WHERE run_id = ? AND provision_id = ?", run_id, provision_id)
+def provision(connection: sqlite3.Connection, holder: Holder) -> str | None:
+    statement = "SELECT doc FROM provisions WHERE holder = ? AND provision_id = ?"
+    return _first(connection, statement, holder.key, holder.provision_id)
 
 
 def of_run(connection: sqlite3.Connection, run_id: str) -> list[tuple[str, str]]:
-    statement = "SELECT provision_id, doc FROM provisions WHERE run_id = ? ORDER BY created_at, provision_id"
+    statement = "SELECT provision_id, doc FROM provisions WHERE holder = ? ORDER BY created_at, provision_id"
     return _named(connection, statement, run_id)
 
 

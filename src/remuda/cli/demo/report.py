@@ -286,7 +286,8 @@ def _is_foreign(job: JobView, histories: Histories, pool: str) -> bool:
         return True
     return not any(
         entry.epoch == epoch
-        and entry.run_id == job.run_id
+        and entry.holder is not None
+        and entry.holder.run_id == job.run_id
         and (entry.target in {State.CREATED, State.CLAIMED} or entry.transition == BIND)
         for entry in histories[instance_id][1]
     )

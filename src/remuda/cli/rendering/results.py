@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from remuda.cli.rendering.table import SHORTEN, FittedTable
 from remuda.config.declaration import DEFAULT, Secret, key
 from remuda.config.settings import LIFETIME_SETTINGS, POOL_SETTINGS, SETTINGS, Settings
+from remuda.domain.holder import Holder, SetHolder
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig, may_hold_secret
 from remuda.domain.resources import ResourceClass, TypePatterns
@@ -34,11 +35,22 @@ def record_document(record: Any) -> dict[str, Any]:
 def instance_document(instance: Instance) -> dict[str, Any]:
     """Convert an instance record to a JSON document without its credentials."""
     document = record_document(instance)
+    document |= {name: holder_document(getattr(instance, name)) for name in ("holder", "last_holder")}
     if instance.assignment is not None:
         shown = {"url", "runner_name", "labels", "repository"}
         assignment = record_document(instance.assignment)
         document["assignment"] = {name: value for name, value in assignment.items() if name in shown}
     return document
+
+
+def holder_document(holder: Holder | None) -> dict[str, Any] | None:
+    """A run or a runner set with its job, as people read it. None for nobody."""
+    if holder is None:
+        return None
+    if isinstance(holder, SetHolder):
+        job = None if holder.job is None else record_document(holder.job)
+        return {"runner_set": holder.name, "job": job, "provision_id": holder.provision_id}
+    return record_document(holder)
 
 
 def provision_document(result: ProvisionResult) -> dict[str, Any]:

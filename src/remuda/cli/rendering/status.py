@@ -11,6 +11,7 @@ from remuda.cli.rendering.results import instance_document, record_document
 from remuda.cli.rendering.table import SHORTEN, FittedTable, fit_height, shorten_ids, spaced
 from remuda.controlplane.read.status import RECENT_PROVISIONS, OpenProvision, PoolLevel, Status
 from remuda.domain.demand import JobRecord
+from remuda.domain.holder import describe_holder
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.provision import Provision, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, ListenerStatus, RunnerSetStatus, waited_s
@@ -58,7 +59,7 @@ def status_document(status: Status) -> dict[str, Any]:
         "pools": {name: {"idle": level.idle, "messages": level.messages} for name, level in status.pools.items()},
         "runs": [
             {
-                **record_document(run),
+                **_run_document(run),
                 "status": run.shown_status,
                 "lost_ids": list(status.lost.get(run.provision_id, ())),
             }
@@ -143,12 +144,26 @@ def _instance(status: Status, instance: Instance) -> dict[str, Any]:
     }
 
 
-def _open_provision_document(item: OpenProvision) -> dict[str, Any]:
-    run = item.provision
+def _run_document(run: Provision) -> dict[str, Any]:
+    """The record, with its holder as fields of their own."""
+    document = record_document(run)
+    del document["holder"]
+    return {**_holder_fields(run), **document}
+
+
+def _holder_fields(run: Provision) -> dict[str, Any]:
     return {
         "run_id": run.run_id,
         "attempt": run.attempt,
+        "runner_set": run.runner_set,
         "provision_id": run.provision_id,
+    }
+
+
+def _open_provision_document(item: OpenProvision) -> dict[str, Any]:
+    run = item.provision
+    return {
+        **_holder_fields(run),
         "resource_class": run.resource_class,
         "count": run.count,
         "instances": dict(item.instances),
@@ -290,7 +305,7 @@ def _runs(status: Status, limit: int, *, cuts: bool) -> Iterator[Any]:
 
 
 def _run_row(run: Provision, reason: str) -> tuple[str, ...]:
-    return run.run_id, str(run.attempt), run.resource_class, str(run.count), run.shown_status, reason
+    return run.subject, str(run.attempt), run.resource_class, str(run.count), run.shown_status, reason
 
 
 def _progress(item: OpenProvision, now: datetime) -> str:
@@ -344,7 +359,7 @@ def _column_values(status: Status, instance: Instance) -> dict[str, str]:
     return {
         "instance": instance.instance_id,
         "state": instance.state.value,
-        "run": instance.run_id or (f"({instance.last_run_id})" if instance.last_run_id else ""),
+        "run": instance.subject or (f"({instance.last_subject})" if instance.last_subject else ""),
         "time left": "" if instance.state in ABSORBING else _left(instance.threshold, now),
         "heartbeat": "none" if age_s is None else f"{format_duration(max(age_s, 0))} ago",
         "class": instance.resource_class,
@@ -386,11 +401,11 @@ def _instance_changes(before: Status | None, after: Status) -> Iterator[str]:
             instance.retire_text,
         ):
             continue
-        run = f" for run {instance.run_id}" if instance.run_id else ""
+        holder = f" for {describe_holder(instance.holder)}" if instance.holder is not None else ""
         left = "" if instance.state in ABSORBING else f", {_left(instance.threshold, after.at, after=' left')}"
         previous = f" (was {old.state})" if old is not None and old.state is not instance.state else ""
         reason = f": {instance.retire_text}" if instance.retire_text else ""
-        yield f"{instance.instance_id} is {instance.state}{run}{previous}{left}{reason}"
+        yield f"{instance.instance_id} is {instance.state}{holder}{previous}{left}{reason}"
     for instance_id in known:
         yield f"{instance_id} is gone"
 

@@ -1,7 +1,8 @@
 """Acquisitions: machines for a set, from the pool if possible, newly launched otherwise.
 
-Each machine has its own provision record, written before anything is claimed or launched. A claimed machine is
-equipped at once; a launched one when its agent reports that it has booted, which the reconciler sees.
+Machines that are missing at the same time are acquired as one batch, with one record, which is written before a launch.
+A claim needs no record but its machine's. A claimed machine is equipped at once; a launched one when its agent reports
+that it has booted, which the reconciler sees.
 """
 
 from __future__ import annotations
@@ -9,24 +10,24 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from remuda.controlplane.context import Context, run_to_end
+from remuda.controlplane.demand.acquisition_record import AcquisitionRecord
 from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.equipment import Equipment
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState
-from remuda.controlplane.provision import close_pickup, record_intent
+from remuda.controlplane.provision import close_pickup
 from remuda.controlplane.provision.creation import Creation
-from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager, UsedMessages
 from remuda.controlplane.provision.plan import ProvisionLimits, ProvisionPlan
-from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
+from remuda.controlplane.provision.rollback import AcquiredInstances, give_back
 from remuda.controlplane.provision.selection import Selection
 from remuda.domain.errors import Interrupted, RemudaError, Unavailable
+from remuda.domain.holder import SetHolder
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import MAX_ERROR, MAX_REASON, Provision
+from remuda.domain.provision import MAX_REASON, Provision
 from remuda.domain.resources import RunnerRequest, mismatch, normalize_repository, repository_of
 from remuda.domain.runner_set import RunnerSet
 from remuda.ports.pool import BATCH
@@ -126,24 +127,28 @@ class _Batch:
         #: Whether it is started during the pause after a failure, for machines that came to the pool.
         self._is_between = not for_pool and state.retry_at > self._context.clock.monotonic()
         self._request = runner_request(config, state.runner_set)
-        self._plans = [self._plan() for _ in range(count)]
-        recorder = OutcomeRecorder(self._context.clock)
+        self._plan = self._new_plan(count)
+        self._record = AcquisitionRecord(self._context, config, self._plan.provision)
         self._used = used
-        self._pickup = PickupManager(self._context, self._request, recorder, used)
-        self._creation = Creation(self._context, recorder, all_or_nothing=False)
+        self._pickup = PickupManager(self._context, self._request, self._record.recorder, used)
+        self._creation = Creation(self._context, self._record.recorder, all_or_nothing=False)
         #: Workers that may still find a machine in the pool. The others are launched together.
         self._undecided = count
         self._all_decided = asyncio.Event()
+        #: The write of the record, which the workers that need a launch share.
+        self._intent: asyncio.Future[None] | None = None
         self._error: RemudaError | None = None
         self._has_launched = False
         self.has_failed = False
+        #: Acquisitions without a machine. Those that failed count until the pause after the failure is noted.
+        self._counted = 0
         self._count(count)
 
     @property
     def _context(self) -> Context:
         return self._demand.context
 
-    def _plan(self) -> ProvisionPlan:
+    def _new_plan(self, count: int) -> ProvisionPlan:
         context, config, runner_set = self._context, self._config, self._state.runner_set
         limits = ProvisionLimits.start(context.clock, config.lifetimes.provision_timeout_s)
         purpose = "for the pool" if self._for_pool else "for a job"
@@ -151,13 +156,10 @@ class _Batch:
         return ProvisionPlan(
             config=config,
             provision=Provision(
-                provision_id=context.ids.new("p-"),
-                run_id=runner_set.holder_id,
-                attempt=1,
+                holder=SetHolder(name=runner_set.name, provision_id=context.ids.new("p-")),
                 resource_class=runner_set.resource_class,
-                count=1,
+                count=count,
                 created_at=limits.started_at,
-                runner_set=runner_set.name,
                 deadline=limits.deadline,
                 request_summary=summary[:MAX_REASON],
             ),
@@ -170,10 +172,12 @@ class _Batch:
         )
 
     async def run(self) -> None:
+        provision_id = self._plan.provision.provision_id
+        self._table.acquiring.add(provision_id)
         try:
             async with asyncio.TaskGroup() as group:
                 services = [group.create_task(self._pickup.run()), group.create_task(self._creation.run())]
-                workers = [group.create_task(self._acquire(plan)) for plan in self._plans]
+                workers = [group.create_task(self._acquire()) for _ in range(self._plan.provision.count)]
                 await asyncio.wait(workers)
                 for service in services:
                     service.cancel()
@@ -184,53 +188,56 @@ class _Batch:
             self._error = Unavailable("a bug")
             raise
         finally:
-            # Before the set is woken: it would try again at once.
+            self._table.acquiring.discard(provision_id)
+            # Before what failed is missing, and the set is woken: it would try again at once.
             self._note_result()
+            self._count(-self._counted)
             self._state.wake()
             if not self._for_pool:
                 await close_pickup(self._context, self._pickup)
 
-    async def _acquire(self, plan: ProvisionPlan) -> None:
-        provision_id = plan.provision.provision_id
-        self._table.acquiring.add(provision_id)
+    async def _acquire(self) -> None:
+        acquired = AcquiredInstances()
         try:
-            await self._acquire_one(plan)
-        finally:
-            self._table.acquiring.discard(provision_id)
-
-    async def _acquire_one(self, plan: ProvisionPlan) -> None:
-        acquired, recorder = AcquiredInstances(), OutcomeRecorder(self._context.clock)
-        intent = asyncio.ensure_future(record_intent(self._context, plan.provision))
-        try:
-            with ExitStack() as undecided, ExitStack() as counted:
-                undecided.callback(self._decide)
-                counted.callback(self._count, -1)
-                claimed: Instance | None = None
-                if not self._for_pool and not plan.retire_reason:
-                    selection = Selection(self._context, plan, self._pickup, acquired, recorder, intent=intent)
-                    claimed = await self._claim_known(selection, MAX_STALE) or await selection.claim()
-                    # Messages may be hidden by another set's pass: known machines are better than a launch.
-                    claimed = claimed or await self._claim_known(selection)
-                await intent
-                undecided.close()
-                if claimed is None:
-                    await self._all_decided.wait()
-                instance = claimed or await self._creation.create_one(plan, acquired)
-                self._has_launched = self._has_launched or claimed is None
-                machine = self._table.put(instance)
-            if machine is not None and machine.instance.epoch == instance.epoch:
-                machine.read_later(self._context.clock.monotonic())
-                machine.provision = plan.provision
-                machine.for_pool = self._for_pool
-                if claimed is not None:
-                    await self._equip(machine, acquired)
+            claimed: Instance | None = None
+            try:
+                if not self._for_pool and not self._plan.retire_reason:
+                    claimed = await self._claim(acquired)
+            finally:
+                self._decide()
+            instance = claimed or await self._launch(acquired)
+            machine = self._table.put(instance)
+            self._count(-1)
+            if machine is None or machine.instance.epoch != instance.epoch:
+                await self._record.given_up()
+                return
+            machine.read_later(self._context.clock.monotonic())
+            machine.acquisition = self._record
+            machine.for_pool = self._for_pool
+            if claimed is not None:
+                await self._equip(machine, acquired)
         except BaseException as error:
-            intent.cancel()
             failure = error if isinstance(error, RemudaError) else Interrupted("interrupted")
-            await self._give_back(plan, acquired, recorder, failure)
+            await run_to_end(self._give_back(acquired, failure))
             if not isinstance(error, RemudaError):
                 raise
             self._error = error
+
+    async def _claim(self, acquired: AcquiredInstances) -> Instance | None:
+        selection = Selection(self._context, self._plan, self._pickup, acquired, self._record.recorder)
+        claimed = await self._claim_known(selection, MAX_STALE) or await selection.claim()
+        # Messages may be hidden by another set's pass: known machines are better than a launch.
+        return claimed or await self._claim_known(selection)
+
+    async def _launch(self, acquired: AcquiredInstances) -> Instance:
+        """Launch a machine, together with the others that the batch needs."""
+        await self._all_decided.wait()
+        if self._intent is None:
+            self._intent = asyncio.ensure_future(self._record.store())
+        await asyncio.shield(self._intent)
+        instance = await self._creation.create_one(self._plan, acquired)
+        self._has_launched = True
+        return instance
 
     async def _claim_known(self, selection: Selection, max_stale: float = math.inf) -> Instance | None:
         """Claim a machine that this process knows to be idle. Its pool message stays, until enough can be deleted."""
@@ -253,18 +260,18 @@ class _Batch:
         acquired.remove(machine.instance)
         self._state.wake()
 
-    async def _give_back(
-        self, plan: ProvisionPlan, acquired: AcquiredInstances, recorder: OutcomeRecorder, failure: RemudaError
-    ) -> None:
-        context = self._context
+    async def _give_back(self, acquired: AcquiredInstances, failure: RemudaError) -> None:
+        context, why = self._context, failure.message
         self.has_failed = True
-        why = failure.message
-        context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
-        outcome = recorder.outcome(error=failure.describe(MAX_ERROR), exit_code=failure.exit_code)
-        undoing = roll_back(context, self._config, plan.provision, acquired, why=why, outcome=outcome)
-        await run_to_end(undoing)
-        for item in acquired.all():
+        items = acquired.all()
+        context.event_log.record("rollback", why, run_id=self._plan.provision.subject, instances=len(items))
+        await give_back(context, self._config, acquired, why=why)
+        for item in items:
+            machine = self._table.get(item.instance.instance_id)
+            if machine is not None:
+                machine.acquisition = None
             self._table.remove(item.instance.instance_id)
+        await self._record.given_up(failure)
 
     def _decide(self) -> None:
         """One more worker knows whether it needs a launch."""
@@ -274,6 +281,7 @@ class _Batch:
 
     def _count(self, change: int) -> None:
         """Count acquisitions without a machine."""
+        self._counted += change
         if self._for_pool:
             self._state.filling += change
         else:

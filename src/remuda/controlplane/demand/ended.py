@@ -12,7 +12,6 @@ from remuda.controlplane.demand.sets import SetState
 from remuda.controlplane.ended import LOOK_S, early_end, find_ended
 from remuda.domain.errors import RemudaError
 from remuda.domain.instance import State
-from remuda.domain.pool_config import PoolConfig
 from remuda.ports.compute import MachineView
 
 #: Seconds between two questions about an instance with a job and without a heartbeat. Sweeps find it as well, but on
@@ -31,7 +30,6 @@ class EndedInstances:
         tasks: BackgroundTasks,
         *,
         find: Callable[[str], SetState | None],
-        config: Callable[[], PoolConfig],
     ) -> None:
         """`find` returns the state of a set."""
         self._context = context
@@ -39,7 +37,6 @@ class EndedInstances:
         self._equipment = equipment
         self._tasks = tasks
         self._find = find
-        self._config = config
 
     async def run(self) -> None:
         while True:
@@ -72,7 +69,7 @@ class EndedInstances:
     def _start(self, state: SetState, machine: KnownMachine, view: MachineView) -> None:
         machine.handled = True
         record = self._equipment.record_end
-        step = self._equipment.run_step(state, machine, lambda: record(self._config(), machine, view))
+        step = self._equipment.run_step(state, machine, lambda: record(machine, view))
         self._tasks.start("step", step)
 
 

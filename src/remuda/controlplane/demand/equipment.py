@@ -7,31 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from datetime import datetime
 
-from remuda.controlplane.context import Context, pause_before_retry, retry_write, run_to_end, transition
+from remuda.controlplane.context import Context, pause_before_retry, run_to_end, transition
 from remuda.controlplane.demand.context import DemandContext
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState
 from remuda.controlplane.ended import end_of
 from remuda.controlplane.pool_publisher import PoolPublisher
-from remuda.controlplane.reconcile import advance, binding_of_unknown_job, release_event, retire_after_unknown_job
-from remuda.controlplane.set_provisions import closed_provision, leave_provision, transition_in_set
+from remuda.controlplane.reconcile import advance, binding_of_unknown_job, leave, retire_after_unknown_job
 from remuda.domain.decide.next_step import Leave, RegistrationRemoval
 from remuda.domain.errors import Conflict, NotFound, RemudaError, Throttled, Unavailable
-from remuda.domain.instance import ABSORBING, Actor, Instance, RetireReason, State, holder_id
+from remuda.domain.instance import Actor, Instance, RetireReason, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import (
-    AcquiredRunner,
-    Provision,
-    ProvisionOutcome,
-    ProvisionStatus,
-    RunnerSource,
-    committed,
-)
 from remuda.domain.signals import Verdict, boot_verdict, registration_verdict
-from remuda.domain.timestamps import after, to_milliseconds
 from remuda.domain.transitions import Bind, End, Equip, Event, Fill, ListenOn
 from remuda.ports.compute import MachineView
 from remuda.ports.github import Deletion, JitRunner
@@ -65,8 +53,6 @@ class Equipment:
             await step()
         except Conflict as conflict:
             instance_id = machine.instance.instance_id
-            # The provision may have changed as well.
-            machine.provision = None
             self._context.event_log.record("step-lost", conflict.message, instance_id=instance_id)
             if isinstance(conflict.current, Instance) and conflict.current != machine.instance:
                 self._note(conflict.current)
@@ -118,20 +104,16 @@ class Equipment:
     # Registration
 
     async def equip(self, state: SetState, config: PoolConfig, machine: KnownMachine, why: str) -> None:
-        """Register a runner for the machine, let it listen and commit its provision."""
+        """Register a runner for the machine, and let it listen."""
         instance = machine.instance
         if instance.assignment is None:
             raise Unavailable(f"{instance.instance_id} has no assignment")
         if instance.tier is not state.runner_set.trust:
             raise Unavailable(f"{instance.instance_id} is {instance.tier}, and its set is {state.runner_set.trust} now")
-        provision = await self._provision_of(machine)
-        if provision is None or provision.status is not ProvisionStatus.OPEN:
-            machine.unwanted = "its provision was released"
-            return
         async with state.registrations:
             runner = await self._register(state, instance.assignment.runner_name)
         event = Equip(
-            owner=instance.owner,
+            claim=instance.claim,
             report=machine.report,
             jit_config=runner.config,
             runner_id=runner.runner_id,
@@ -140,17 +122,14 @@ class Equipment:
             max_runtime_s=config.lifetimes.max_runtime_s,
         )
 
-        def with_runner(provision: Provision | None) -> Provision:
-            if provision is None or provision.status is not ProvisionStatus.OPEN:
-                raise Conflict(f"the provision of {instance.instance_id} was released")
-            outcome = self._outcome(instance, provision)
-            return committed(provision, (instance.instance_id,), deadline=self._deadline(config), outcome=outcome)
-
         try:
-            await self._transition_with_provision(machine, event, why, with_runner)
+            running = await self._transition(machine, event, why)
         except BaseException:
             await self._remove_registration(state, runner.runner_id)
             raise
+        if (acquisition := machine.acquisition) is not None:
+            machine.acquisition = None
+            await acquisition.acquired(running)
 
     async def _register(self, state: SetState, name: str) -> JitRunner:
         """Register a runner. A registration of this name can only be ours, from a call whose answer was lost."""
@@ -183,96 +162,32 @@ class Equipment:
 
         await run_to_end(remove())
 
-    # Provisions
-
-    async def _transition_with_provision(
-        self, machine: KnownMachine, event: Event, why: str, replaced: Callable[[Provision | None], Provision | None]
-    ) -> Instance:
-        instance, machine.provision = await transition_in_set(
-            self._context,
-            machine.instance,
-            event,
-            replaced,
-            by=Actor.LISTENER,
-            why=why,
-            provision=machine.provision,
-        )
-        self._note(instance)
+    async def _leave_set(self, machine: KnownMachine, event: Event, why: str) -> Instance:
+        """Apply a transition by which the machine leaves its set."""
+        instance = await self._transition(machine, event, why)
+        await _give_up(machine)
         return instance
-
-    async def _leave_provision(self, machine: KnownMachine, config: PoolConfig, event: Event, why: str) -> Instance:
-        """Apply a transition after which the provision does not hold the machine any more."""
-        instance, machine.provision = await leave_provision(
-            self._context, config, machine.instance, event, by=Actor.LISTENER, why=why, provision=machine.provision
-        )
-        self._note(instance)
-        return instance
-
-    def _deadline(self, config: PoolConfig) -> datetime:
-        """Until when a provision holds a runner that listens from now on: a little longer than the runner's own limit,
-        so that no sweep releases it earlier.
-        """
-        lifetimes = config.lifetimes
-        until_s = lifetimes.listening_time_s + lifetimes.max_runtime_s + lifetimes.margin_s
-        return after(self._context.clock.now(), until_s)
-
-    def _outcome(self, instance: Instance, provision: Provision) -> ProvisionOutcome:
-        now = self._context.clock.now()
-        is_new = instance.epoch == 1
-        seconds = round(max(0.0, (now - provision.created_at).total_seconds()), 4)
-        source = RunnerSource.CREATED if is_new else RunnerSource.POOL
-        return ProvisionOutcome(
-            ended_at=to_milliseconds(now),
-            seconds=seconds,
-            reused=0 if is_new else 1,
-            created=1 if is_new else 0,
-            acquired=(AcquiredRunner(instance_id=instance.instance_id, source=source, seconds=seconds),),
-        )
-
-    async def _provision_of(self, machine: KnownMachine) -> Provision | None:
-        if machine.provision is None:
-            instance = machine.instance
-            machine.provision = await self._context.store.get_provision(
-                holder_id(instance.runner_set), instance.provision_id
-            )
-        return machine.provision
-
-    async def _settle(self, machine: KnownMachine, config: PoolConfig) -> None:
-        """Settle the provision of a machine that another process has released."""
-        provision = await self._provision_of(machine)
-        closed = closed_provision(
-            self._context, config, provision, machine.instance, "its machine is not assigned any more"
-        )
-        if provision is None or closed is None:
-            return
-        try:
-            await retry_write(
-                self._context, lambda: self._context.store.replace_provision(provision, closed), run_id=closed.run_id
-            )
-        except Conflict as conflict:
-            # A sweep has released or settled it; sweeps do the rest.
-            self._context.event_log.record("settle-lost", conflict.message, run_id=closed.run_id)
 
     # The pool
 
     async def fill(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         instance = machine.instance
-        event = Fill(owner=instance.owner, report=machine.report, idle_time_s=config.lifetimes.idle_time_s)
-        self._publish(await self._leave_provision(machine, config, event, why))
+        event = Fill(claim=instance.claim, report=machine.report, idle_time_s=config.lifetimes.idle_time_s)
+        self._publish(await self._transition(machine, event, why))
+        await _give_up(machine)
 
     def _publish(self, instance: Instance) -> None:
-        self._table.add_publishing(instance)
-        self._publisher.add(instance)
+        """Send the message of an idle machine, unless it is in use again: the answer to its write came late."""
+        if self._table.get(instance.instance_id) is None:
+            self._table.add_publishing(instance)
+            self._publisher.add(instance)
 
     async def advance(self, config: PoolConfig, machine: KnownMachine) -> None:
         """Move a releasing machine on, by its report: to the pool, or to its end."""
         instance = await advance(self._context, config, machine.instance, machine.report, by=Actor.LISTENER)
         self._note(instance)
-        # If the answer came late, a sweep may have published it, and it may be in use again.
-        if instance.state is State.IDLE and self._table.get(instance.instance_id) is None:
+        if instance.state is State.IDLE:
             self._publish(instance)
-        if instance.state is State.IDLE or instance.state in ABSORBING:
-            await self._settle(machine, config)
 
     # A listening runner
 
@@ -284,7 +199,7 @@ class Equipment:
         await self._transition(machine, event, why)
 
     async def renew(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
-        """Prolong the listening time and its provision."""
+        """Prolong the listening time."""
         if machine.report is None:
             return
         lifetimes = config.lifetimes
@@ -293,24 +208,17 @@ class Equipment:
             listening_time_s=lifetimes.listening_time_s,
             max_runtime_s=lifetimes.max_runtime_s,
         )
-
-        def prolonged(provision: Provision | None) -> Provision | None:
-            deadline = self._deadline(config)
-            if provision is None:
-                return None
-            is_held = provision.status is ProvisionStatus.COMMITTED and provision.deadline < deadline
-            return replace(provision, deadline=deadline) if is_held else None
-
-        await self._transition_with_provision(machine, event, why, prolonged)
+        await self._transition(machine, event, why)
 
     # The end of a use
 
     async def release(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         """Release a machine that has no job, and whose registration GitHub has removed."""
         leaving = Leave(removal=RegistrationRemoval.USED_UP)
-        event = await release_event(self._context, config, machine.instance, leaving, by=Actor.LISTENER)
-        if event is not None:
-            await self._leave_provision(machine, config, event, why)
+        instance = await leave(self._context, config, machine.instance, leaving, by=Actor.LISTENER, why=why)
+        if instance is not None:
+            self._note(instance)
+            await _give_up(machine)
 
     async def withdraw(self, state: SetState, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         """Remove the registration of a machine without a job, then release it. If it has a job, it keeps it."""
@@ -338,18 +246,25 @@ class Equipment:
             return found or 0
         return instance.assignment.runner_id
 
-    async def record_end(self, config: PoolConfig, machine: KnownMachine, view: MachineView) -> None:
+    async def record_end(self, machine: KnownMachine, view: MachineView) -> None:
         """Record that the cloud has ended the instance."""
-        await self._leave_provision(machine, config, *end_of(view))
+        await self._leave_set(machine, *end_of(view))
 
-    async def end(self, state: SetState, config: PoolConfig, machine: KnownMachine, why: str) -> None:
+    async def end(self, state: SetState, machine: KnownMachine, why: str) -> None:
         """Terminate a machine that failed, or a new one that cannot be used."""
         instance, report = machine.instance, machine.report
         verdict = boot_verdict if instance.state is State.CREATED else registration_verdict
         failed = verdict(report, instance.epoch) is Verdict.FAILED
         event = End(
-            reason=RetireReason.FAILED if failed else RetireReason.RELEASED, report=report, owner=instance.owner
+            reason=RetireReason.FAILED if failed else RetireReason.RELEASED, report=report, claim=instance.claim
         )
-        await self._leave_provision(machine, config, event, why)
+        await self._leave_set(machine, event, why)
         if instance.assignment is not None and instance.assignment.runner_id:
             await self._remove_registration(state, instance.assignment.runner_id)
+
+
+async def _give_up(machine: KnownMachine) -> None:
+    """Its acquisition, if it is not complete, ends without a runner."""
+    if (acquisition := machine.acquisition) is not None:
+        machine.acquisition = None
+        await acquisition.given_up()

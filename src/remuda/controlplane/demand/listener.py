@@ -190,7 +190,6 @@ class ListenerService:
             self._equipment,
             self._tasks,
             find=lambda name: self._states().get(name),
-            config=self.config,
         )
         self._unassigned = UnassignedJobs(demand, self._states, config=self.config)
         self._binder = Binder(demand, self._table, self._equipment)

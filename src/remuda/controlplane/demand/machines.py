@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from remuda.controlplane.demand.acquisition_record import AcquisitionRecord
 from remuda.domain.instance import ABSORBING, Instance, State
-from remuda.domain.provision import Provision
 from remuda.domain.resources import PoolMessage
 from remuda.domain.signals import Pulse, Report, Verdict, boot_verdict
 from remuda.domain.supply import SetMachine
@@ -44,6 +44,7 @@ class KnownMachine:
     """
 
     __slots__ = (
+        "acquisition",
         "check_at",
         "completed",
         "dead",
@@ -54,7 +55,6 @@ class KnownMachine:
         "instance",
         "interrupted",
         "job_id",
-        "provision",
         "pulse",
         "read_at",
         "report",
@@ -82,8 +82,8 @@ class KnownMachine:
         self.for_pool = False
         #: Whether a task is changing it.
         self.handled = False
-        #: Its provision, if it was read or written by this process.
-        self.provision: Provision | None = None
+        #: The record of its acquisition by this process; None as soon as its runner starts.
+        self.acquisition: AcquisitionRecord | None = None
         #: The job that GitHub started on it.
         self.job_id = ""
         #: Whether its spot notice was recorded for its job.

@@ -182,7 +182,7 @@ class Reconciler:
     def _start_steps(self, state: SetState, config: PoolConfig, plan: SupplyPlan) -> None:
         equipment = self._equipment
         steps: list[tuple[tuple[MachineStep, ...], Callable[[KnownMachine, str], Awaitable[None]]]] = [
-            (plan.end, lambda machine, why: equipment.end(state, config, machine, why)),
+            (plan.end, lambda machine, why: equipment.end(state, machine, why)),
             (plan.bind, lambda machine, why: equipment.bind_late(state, config, machine, why)),
             (plan.release, lambda machine, why: equipment.release(config, machine, why)),
             (plan.withdraw, lambda machine, why: equipment.withdraw(state, config, machine, why)),

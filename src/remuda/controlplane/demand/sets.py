@@ -257,7 +257,7 @@ async def find_job(store: DemandStore, job_id: str, instance: Instance) -> JobRe
     if job_id:
         return (await store.get_jobs([job_id])).get(job_id)
     name = instance.assignment.runner_name if instance.assignment else ""
-    jobs = await store.jobs_of_run(instance.run_id)
+    jobs = await store.jobs_of_run(instance.run_id) if instance.run_id else ()
     return next((job for job in jobs if name and job.runner_name == name), None)
 
 

@@ -26,7 +26,7 @@ from remuda.controlplane.job_queue import MIN_CALLS, QueueReader
 from remuda.domain.demand import MAX_QUEUED_S, QueuedJob, RepositoryQueue
 from remuda.domain.errors import NotFound, RemudaError
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.reporting.job_queue import MAX_OVERDUE, SETTLE_S, Audience, job_anomaly
+from remuda.domain.reporting.job_queue import MAX_OVERDUE, SETTLE_S, Audience, fit_into_record
 from remuda.domain.resources import is_repository, split_label
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.timestamps import to_milliseconds
@@ -228,9 +228,8 @@ class UnassignedJobs:
     async def _save(self, state: SetState) -> None:
         """Write the queues that belong to the set, unless the record has them."""
         sets = self._config().runner_sets
-        queues = _bounded(
-            queue for _, queue in sorted(self._queues.items()) if _owner(queue.repository, sets) == state.name
-        )
+        ours = [queue for _, queue in sorted(self._queues.items()) if _owner(queue.repository, sets) == state.name]
+        queues = fit_into_record(ours, room=MAX_STORED)
         if not _differs(state.record.queues, queues):
             return
         try:
@@ -255,16 +254,3 @@ def _differs(before: Sequence[RepositoryQueue], after: Sequence[RepositoryQueue]
         return True
     limit = timedelta(seconds=CONFIRM_QUEUE_S)
     return any(new.read_at - old.read_at >= limit for old, new in zip(before, after, strict=True))
-
-
-def _bounded(queues: Iterable[RepositoryQueue]) -> tuple[RepositoryQueue, ...]:
-    """The queues, without the jobs for which there is no room in a record."""
-    room, bounded = MAX_STORED, []
-    for queue in queues:
-        kept = []
-        for job in queue.jobs:
-            room -= len(job_anomaly(job))
-            if room >= 0:
-                kept.append(job)
-        bounded.append(replace(queue, jobs=tuple(kept)))
-    return tuple(bounded)

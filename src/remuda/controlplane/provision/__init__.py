@@ -9,29 +9,25 @@ with one conditional write; sweeps finish what the rollback could not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-from remuda.controlplane.context import Context, map_concurrently, retry_write, run_to_end, transition
+from remuda.controlplane.context import Context, map_concurrently, record_intent, retry_write, run_to_end, transition
 from remuda.controlplane.provision.creation import Creation, JustInTimeRegistrations, wait_for_created, watch_created
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.plan import (
-    ProvisionedInstance,
     ProvisionPlan,
     ProvisionRequest,
     ProvisionResult,
     already_provisioned,
     make_plan,
 )
-from remuda.controlplane.provision.registration import RegisteredInstance
-from remuda.controlplane.provision.rollback import AcquiredInstances, roll_back
+from remuda.controlplane.provision.rollback import AcquiredInstance, AcquiredInstances, roll_back
 from remuda.controlplane.provision.selection import Selection
 from remuda.domain.errors import Conflict, Interrupted, RemudaError, Unavailable
-from remuda.domain.instance import Instance
 from remuda.domain.provision import MAX_ERROR, Provision, committed
 from remuda.domain.transitions import Actor, Commit
 
-__all__ = ["ProvisionRequest", "ProvisionResult", "ProvisionedInstance", "provision"]
+__all__ = ["ProvisionRequest", "ProvisionResult", "provision"]
 
 
 async def provision(context: Context, request: ProvisionRequest) -> ProvisionResult:
@@ -44,9 +40,9 @@ async def provision(context: Context, request: ProvisionRequest) -> ProvisionRes
         recorder.end_phase("intent")
         if request.tier_reason:
             context.event_log.record("tier", f"{request.tier}: {request.tier_reason}", run_id=request.run_id)
-        registered = await _acquire_all(context, plan, acquired, recorder, jit)
+        await _acquire_all(context, plan, acquired, recorder, jit)
         recorder.end_phase("instances")
-        running = await _commit(context, plan, registered, acquired, recorder)
+        await _commit(context, plan, acquired, recorder)
     except BaseException as error:
         if "intent" not in recorder.phases and isinstance(error, Conflict):
             # Another provision of the run started at the same moment, and its record was first.
@@ -61,7 +57,7 @@ async def provision(context: Context, request: ProvisionRequest) -> ProvisionRes
         run_id=request.run_id,
         provision_id=plan.provision.provision_id,
         label=request.run_id,
-        instances=tuple(_provisioned(item, instance) for item, instance in zip(registered, running, strict=True)),
+        instances=acquired.all(),
         tier=request.tier,
         tier_reason=request.tier_reason,
         ephemeral=request.ephemeral,
@@ -72,26 +68,13 @@ async def provision(context: Context, request: ProvisionRequest) -> ProvisionRes
     )
 
 
-async def record_intent(context: Context, intent: Provision) -> None:
-    """Write the provision record. Its id or its nonce is new, so a stored record that equals it is our own write."""
-
-    async def write() -> None:
-        try:
-            await context.store.put_provision(intent)
-        except Conflict as conflict:
-            if conflict.current != intent:
-                raise
-
-    await retry_write(context, write, run_id=intent.run_id)
-
-
 async def _acquire_all(
     context: Context,
     plan: ProvisionPlan,
     acquired: AcquiredInstances,
     recorder: OutcomeRecorder,
     jit: JustInTimeRegistrations | None,
-) -> list[RegisteredInstance]:
+) -> None:
     """Run one worker per requested instance. Each claims from the pool, and creates an instance if the pool is
     exhausted or if the plan needs new instances.
     """
@@ -99,11 +82,12 @@ async def _acquire_all(
     selection = Selection(context, plan, pickup, acquired, recorder)
     creation = Creation(context, recorder, jit)
 
-    async def acquire_one() -> RegisteredInstance:
-        claimed = None if plan.retire_reason else await selection.claim_one()
-        registered = claimed or await wait_for_created(context, plan, await creation.create_one(plan, acquired))
-        recorder.acquire(registered)
-        return registered
+    async def acquire_one() -> None:
+        registered = None if plan.retire_reason else await selection.claim_one()
+        if registered is None:
+            created = await creation.create_one(plan, acquired)
+            registered = await wait_for_created(context, plan, created, acquired)
+        recorder.acquire(registered.instance.instance_id, registered.source, registration_s=registered.registration_s)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -124,7 +108,6 @@ async def _acquire_all(
         raise _most_specific(group_error) from group_error
     finally:
         await close_pickup(context, pickup)
-    return [worker.result() for worker in workers]
 
 
 def _most_specific(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -147,33 +130,28 @@ async def close_pickup(context: Context, pickup: PickupManager) -> None:
 async def _commit(
     context: Context,
     plan: ProvisionPlan,
-    registered: Sequence[RegisteredInstance],
     acquired: AcquiredInstances,
     recorder: OutcomeRecorder,
-) -> list[Instance]:
+) -> None:
     """Move every instance to `running`, then the provision to `committed`. Until then everything can be undone."""
     provision = plan.provision
 
-    async def start(item: RegisteredInstance) -> Instance:
-        event = Commit(owner=item.instance.owner, report=item.report, max_runtime_s=plan.max_runtime_s)
+    async def start(item: AcquiredInstance) -> None:
+        event = Commit(claim=item.instance.claim, report=item.report, max_runtime_s=plan.max_runtime_s)
         count = "the only instance" if provision.count == 1 else f"all {provision.count} instances"
         why = f"{count} of run {provision.run_id} registered"
-        running = await transition(context, item.instance, event, by=Actor.PROVISION, why=why)
-        acquired.add(running)
-        return running
+        acquired.add(await transition(context, item.instance, event, by=Actor.PROVISION, why=why))
 
-    running: list[Instance] = []
-    for result in await map_concurrently(registered, start):
+    for result in await map_concurrently(acquired.all(), start):
         if isinstance(result, Conflict):
             raise Unavailable(f"an instance was lost before the commit: {result.message}")
         if isinstance(result, RemudaError):
             raise result
-        running.append(result)
+    running = [item.instance for item in acquired.all()]
     deadline = max((instance.threshold for instance in running), default=provision.deadline)
     ids = tuple(instance.instance_id for instance in running)
     recorder.end_phase("commit")
     await record_commit(context, provision, committed(provision, ids, deadline=deadline, outcome=recorder.outcome()))
-    return running
 
 
 async def record_commit(context: Context, provision: Provision, after: Provision) -> None:
@@ -186,10 +164,10 @@ async def record_commit(context: Context, provision: Provision, after: Provision
                     f"run {provision.run_id} was released while it was being provisioned", current=conflict.current
                 ) from conflict
 
-    await retry_write(context, write, run_id=provision.run_id)
+    await retry_write(context, write, run_id=provision.subject)
     count = len(after.instance_ids)
     running = "1 instance is running" if count == 1 else f"{count} instances are running"
-    context.event_log.record("committed", running, run_id=provision.run_id)
+    context.event_log.record("committed", running, run_id=provision.subject)
 
 
 async def _undo(
@@ -200,10 +178,6 @@ async def _undo(
     failure: RemudaError,
 ) -> None:
     why = failure.message
-    context.event_log.record("rollback", why, run_id=plan.provision.run_id, instances=len(acquired.all()))
+    context.event_log.record("rollback", why, run_id=plan.provision.subject, instances=len(acquired.all()))
     outcome = recorder.outcome(error=failure.describe(MAX_ERROR), exit_code=failure.exit_code)
     await run_to_end(roll_back(context, plan.config, plan.provision, acquired, why=why, outcome=outcome))
-
-
-def _provisioned(item: RegisteredInstance, instance: Instance) -> ProvisionedInstance:
-    return ProvisionedInstance(instance=instance, source=item.source, registration_s=item.registration_s)

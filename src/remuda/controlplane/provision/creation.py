@@ -11,12 +11,11 @@ from remuda.controlplane.context import Context, apply_confirmed, map_concurrent
 from remuda.controlplane.ended import LOOK_S, early_end, end_of, find_ended
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.plan import ProvisionPlan, raise_if_past_deadline
-from remuda.controlplane.provision.registration import RegisteredInstance, describe_failure, wait_for_registration
-from remuda.controlplane.provision.rollback import AcquiredInstances
+from remuda.controlplane.provision.registration import describe_failure, wait_for_registration
+from remuda.controlplane.provision.rollback import AcquiredInstance, AcquiredInstances
 from remuda.controlplane.signal_waiter import StopReason
 from remuda.domain.errors import CapacityError, Conflict, RemudaError, TimedOut, Unavailable
 from remuda.domain.instance import LIVE, Actor, Instance, State, describe_retirement
-from remuda.domain.provision import RunnerSource
 from remuda.domain.resources import normalize_repository
 from remuda.domain.signals import Verdict
 from remuda.domain.timestamps import to_milliseconds
@@ -109,14 +108,14 @@ class Creation:
         )
         single_use = describe_retirement(plan.retire_reason, "") if plan.retire_reason else ""
         why = single_use or f"{count} not available in the pool"
-        context.event_log.record("launch", why, count=count, run_id=plan.provision.run_id)
+        context.event_log.record("launch", why, count=count, run_id=plan.provision.subject)
         result = await self._call_launch(request, orders)
         self._recorder.launch(count, len(result.instances), result.errors, why=single_use)
         launched = len(result.instances)
         if launched < len(orders):
             self._fail_missing(orders, result, requested=count)
         for error in result.errors:
-            context.event_log.record("launch-refused", error, run_id=plan.provision.run_id)
+            context.event_log.record("launch-refused", error, run_id=plan.provision.subject)
         orders = orders[:launched]
         created = [self._new_record(order.plan, item) for order, item in zip(orders, result.instances, strict=True)]
         if self._jit is not None:
@@ -188,10 +187,8 @@ class Creation:
             state=State.CREATED,
             epoch=1,
             threshold=to_milliseconds(plan.provision.deadline),
-            run_id=plan.provision.run_id,
-            runner_set=plan.provision.runner_set,
-            owner=f"{plan.provision.provision_id}/launch",
-            provision_id=plan.provision.provision_id,
+            holder=plan.provision.holder,
+            claim=f"{plan.provision.provision_id}/launch",
             resource_class=resource_class.name,
             instance_type=launched.instance_type,
             usage_class=launched.usage_class,
@@ -215,7 +212,7 @@ class Creation:
             why,
             instance_id=instance.instance_id,
             target=State.CREATED.value,
-            run_id=instance.run_id,
+            run_id=instance.subject,
             epoch=instance.epoch,
         )
         return instance
@@ -233,11 +230,13 @@ def _fail(orders: Sequence[_LaunchOrder], error: RemudaError) -> None:
             order.instance.set_exception(error)
 
 
-async def wait_for_created(context: Context, plan: ProvisionPlan, instance: Instance) -> RegisteredInstance:
+async def wait_for_created(
+    context: Context, plan: ProvisionPlan, instance: Instance, acquired: AcquiredInstances
+) -> AcquiredInstance:
     """Wait until a new instance is registered."""
     waited = await wait_for_registration(context, instance, until=plan.until)
     if waited.verdict is Verdict.OK:
-        return RegisteredInstance(instance=instance, source=RunnerSource.CREATED, report=waited.report)
+        return acquired.register(instance, waited.report)
     why = f"new instance {instance.instance_id}: {describe_failure(waited)}"
     if waited.stopped is StopReason.TIMEOUT:
         raise TimedOut(why, fix="raise --provision-timeout-sec, or read the machine's console log")
@@ -255,7 +254,7 @@ async def watch_created(context: Context, acquired: AcquiredInstances) -> None:
             context.event_log.record("read-failed", error.message)
             continue
         for instance, view in ended:
-            event, why = end_of(view, owner=instance.owner)
+            event, why = end_of(view, claim=instance.claim)
             # If the write fails, the rollback ends the record, without the reason.
             with suppress(RemudaError):
                 await transition(context, instance, event, by=Actor.PROVISION, why=why)
@@ -307,7 +306,7 @@ class JustInTimeRegistrations:
             ) from conflict
         self._runner_ids[name] = runner.runner_id
         self._context.event_log.record(
-            "registered", "just in time, for one job", instance_id=instance.instance_id, run_id=instance.run_id
+            "registered", "just in time, for one job", instance_id=instance.instance_id, run_id=instance.subject
         )
         return replace(instance, assignment=replace(assignment, jit_config=runner.config, runner_id=runner.runner_id))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from remuda.controlplane.provision.registration import RegisteredInstance
 from remuda.domain.provision import (
     MAX_ACQUIRED,
     MAX_ERROR,
@@ -59,15 +58,12 @@ class OutcomeRecorder:
                 LaunchAttempt(count=count, launched=launched, seconds=self.seconds, errors=errors, why=why[:MAX_REASON])
             )
 
-    def acquire(self, registered: RegisteredInstance) -> None:
-        self._sources[registered.source] += 1
+    def acquire(self, instance_id: str, source: RunnerSource, *, registration_s: float | None = None) -> None:
+        self._sources[source] += 1
         if len(self._acquired) < MAX_ACQUIRED:
             self._acquired.append(
                 AcquiredRunner(
-                    instance_id=registered.instance.instance_id,
-                    source=registered.source,
-                    seconds=self.seconds,
-                    registration_s=registered.registration_s,
+                    instance_id=instance_id, source=source, seconds=self.seconds, registration_s=registration_s
                 )
             )
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from remuda.controlplane.context import Context, read_config, skip_unreadable
+from remuda.controlplane.provision.rollback import AcquiredInstance
 from remuda.domain.errors import CapacityError, TimedOut, Unreadable, UserError
-from remuda.domain.instance import Actor, Assignment, Credential, Instance, RetireReason
+from remuda.domain.holder import RunHolder
+from remuda.domain.instance import Actor, Assignment, Credential, RetireReason
 from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, runner_name
 from remuda.domain.provision import MAX_REASON, Provision, ProvisionStatus, RunnerSource, exclusive_id, lost_instances
 from remuda.domain.resources import (
@@ -89,19 +91,11 @@ def missing_credential() -> UserError:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProvisionedInstance:
-    instance: Instance
-    source: RunnerSource
-    #: Seconds that the registration took on the machine; None if the agent did not report it.
-    registration_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ProvisionResult:
     run_id: str
     provision_id: str
     label: str
-    instances: tuple[ProvisionedInstance, ...]
+    instances: tuple[AcquiredInstance, ...]
     tier: Tier
     tier_reason: str
     ephemeral: bool
@@ -195,10 +189,8 @@ async def make_plan(context: Context, request: ProvisionRequest) -> ProvisionPla
     return ProvisionPlan(
         config=config,
         provision=Provision(
-            provision_id=provision_id,
+            holder=RunHolder(run_id=request.run_id, attempt=request.attempt, provision_id=provision_id),
             nonce=context.ids.new(""),
-            run_id=request.run_id,
-            attempt=request.attempt,
             resource_class=request.resource_class,
             count=request.count,
             created_at=limits.started_at,

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from remuda.controlplane.context import Context
 from remuda.controlplane.signal_waiter import SignalWaiter, StopReason, WaitResult
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import Instance
-from remuda.domain.provision import RunnerSource
 from remuda.domain.runner_release import LATEST, VERSION
 from remuda.domain.signals import (
     FailureKind,
-    Report,
     Signal,
     Verdict,
     registration_verdict,
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RegisteredInstance:
-    """An instance whose runner is registered and not started: ready for the commit."""
-
-    instance: Instance
-    source: RunnerSource
-    report: Report | None
-
-    @property
-    def registration_s(self) -> float | None:
-        """Seconds that the registration took on the machine; None if the agent did not report it."""
-        return self.report.duration_s if self.report else None
 
 
 async def wait_for_registration(context: Context, instance: Instance, *, until: float) -> WaitResult:

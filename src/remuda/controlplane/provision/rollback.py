@@ -1,4 +1,7 @@
-"""Acquired instances and their rollback. Each is tracked before its write, so that a cancellation can undo it."""
+"""The instances that a provision has got, and their rollback.
+
+Each is tracked before its write, so that a cancellation can undo it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,15 @@ from remuda.domain.decide.next_step import Leave, RegistrationRemoval, leave_hol
 from remuda.domain.errors import Conflict, Interrupted, RemudaError
 from remuda.domain.instance import Credential, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionEnding, ProvisionOutcome, ProvisionStatus, released
+from remuda.domain.provision import (
+    Provision,
+    ProvisionEnding,
+    ProvisionOutcome,
+    ProvisionStatus,
+    RunnerSource,
+    released,
+)
+from remuda.domain.signals import Report
 from remuda.domain.transitions import Actor, RetireReason, tombstone
 
 #: Seconds that a rollback may take. Sweeps finish the rest.
@@ -28,14 +39,21 @@ ROLLBACK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcquiredInstance:
+    """An instance that a provision has got, or may have got: from its claim or launch to the result."""
+
     #: The current record, or the expected one if a write is in progress.
     instance: Instance
+    source: RunnerSource
     #: Whether the record exists. False between a launch and the write of its record.
     recorded: bool = True
+    #: With which its agent told that the runner is registered; None until then, and if another process was told.
+    report: Report | None = None
+    #: Seconds that the registration took on the machine; None if it is not known.
+    registration_s: float | None = None
 
 
 class AcquiredInstances:
-    """The instances that a provision has, or may have, acquired.
+    """The instances of a provision.
 
     Keyed by instance and epoch: a worker with a stale message must not remove another worker's claim of the instance.
     """
@@ -44,7 +62,19 @@ class AcquiredInstances:
         self._items: dict[tuple[str, int], AcquiredInstance] = {}
 
     def add(self, instance: Instance, *, recorded: bool = True) -> None:
-        self._items[instance.instance_id, instance.epoch] = AcquiredInstance(instance=instance, recorded=recorded)
+        """Track an instance, or a later record of one."""
+        key = instance.instance_id, instance.epoch
+        # Each claim raises the epoch.
+        source = RunnerSource.CREATED if instance.epoch == 1 else RunnerSource.POOL
+        known = self._items.get(key) or AcquiredInstance(instance=instance, source=source)
+        self._items[key] = replace(known, instance=instance, recorded=recorded)
+
+    def register(self, instance: Instance, report: Report | None) -> AcquiredInstance:
+        """Note that the runner is registered and not started: it is ready for the commit."""
+        key = instance.instance_id, instance.epoch
+        registration_s = report.duration_s if report else None
+        self._items[key] = replace(self._items[key], report=report, registration_s=registration_s)
+        return self._items[key]
 
     def remove(self, instance: Instance) -> None:
         self._items.pop((instance.instance_id, instance.epoch), None)
@@ -69,10 +99,17 @@ async def roll_back(
     try:
         async with asyncio.timeout(ROLLBACK_TIMEOUT_S):
             assigned = await _give_back_all(context, config, acquired.all(), None, why=why)
-            # A runner of a set that listens keeps its provision: a sweep would take it back otherwise.
-            if not any(item.instance.runner_set for item in assigned):
-                await _guarded(context, _close_provision(context, provision, why=why, outcome=outcome))
+            await _guarded(context, _close_provision(context, provision, why=why, outcome=outcome))
             await _guarded(context, _release_all(context, config, provision, assigned, why=why))
+    except TimeoutError:
+        _log_incomplete(context, "timeout")
+
+
+async def give_back(context: Context, config: PoolConfig, acquired: AcquiredInstances, *, why: str) -> None:
+    """Give back what was acquired for a set. A runner that listens stays: it may have a job already."""
+    try:
+        async with asyncio.timeout(ROLLBACK_TIMEOUT_S):
+            await _give_back_all(context, config, acquired.all(), None, why=why)
     except TimeoutError:
         _log_incomplete(context, "timeout")
 
@@ -92,7 +129,6 @@ async def _release_all(
     context: Context, config: PoolConfig, provision: Provision, assigned: Sequence[AcquiredInstance], *, why: str
 ) -> None:
     """Release the claimed and running instances of a run."""
-    assigned = [item for item in assigned if not item.instance.runner_set]
     if not assigned:
         return
     left_s = (provision.deadline - context.clock.now()).total_seconds()
@@ -135,12 +171,12 @@ async def _give_back(
             return None
         if isinstance(leaving, Leave) and not _can_leave(leaving, removal):
             return replace(item, instance=instance)
-        owner, by = item.instance.owner, _actor(instance)
+        claim, by = item.instance.claim, _actor(instance)
         try:
-            await leave(context, config, instance, leaving, by=by, why=why, owner=owner, removal=removal)
+            await leave(context, config, instance, leaving, by=by, why=why, claim=claim, removal=removal)
         except Conflict as conflict:
             current = conflict.current
-            if not isinstance(current, Instance) or current.owner != item.instance.owner or current == instance:
+            if not isinstance(current, Instance) or current.claim != item.instance.claim or current == instance:
                 return None
             instance = current
         else:
@@ -163,7 +199,7 @@ async def _tombstone(context: Context, instance: Instance, *, why: str) -> Insta
     """Create a locked record of a launched machine, then terminate it. Return the provision's record if it exists."""
     now = context.clock.now()
     record = replace(
-        instance, state=State.TERMINATING, threshold=now, run_id="", last_run_id=instance.run_id, assignment=None
+        instance, state=State.TERMINATING, threshold=now, holder=None, last_holder=instance.holder, assignment=None
     )
     try:
         await apply_confirmed(context, tombstone(record, by=_actor(instance), now=now, why=why))
@@ -172,7 +208,7 @@ async def _tombstone(context: Context, instance: Instance, *, why: str) -> Insta
         )
     except Conflict as conflict:
         current = conflict.current
-        return current if isinstance(current, Instance) and current.owner == instance.owner else None
+        return current if isinstance(current, Instance) and current.claim == instance.claim else None
     await context.compute.terminate([instance.instance_id])
     return None
 
@@ -195,7 +231,7 @@ async def _close_provision(context: Context, provision: Provision, *, why: str, 
             after = released(current, now=context.clock.now(), why=why, ending=_ending(outcome), outcome=outcome)
         try:
             await retry_write(
-                context, partial(context.store.replace_provision, current, after), run_id=provision.run_id
+                context, partial(context.store.replace_provision, current, after), run_id=provision.subject
             )
         except Conflict as conflict:
             current = conflict.current if isinstance(conflict.current, Provision) else None

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-
 from remuda.controlplane.context import Context, apply_confirmed, transition
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.controlplane.provision.pickup import PickupManager
 from remuda.controlplane.provision.plan import ProvisionPlan, raise_if_past_deadline
-from remuda.controlplane.provision.registration import RegisteredInstance, describe_failure, wait_for_registration
-from remuda.controlplane.provision.rollback import AcquiredInstances
+from remuda.controlplane.provision.registration import describe_failure, wait_for_registration
+from remuda.controlplane.provision.rollback import AcquiredInstance, AcquiredInstances
 from remuda.controlplane.signal_waiter import StopReason, WaitResult
 from remuda.domain.errors import Conflict, Unavailable, Unreadable
 from remuda.domain.instance import Instance, State
-from remuda.domain.provision import ProvisionStatus, RejectionKind, RunnerSource
+from remuda.domain.provision import ProvisionStatus, RejectionKind
 from remuda.domain.resources import PoolMessage, normalize_repository
 from remuda.domain.signals import Verdict
 from remuda.domain.transitions import Actor, Claim, End, RetireReason, advance, presumed_idle
@@ -40,12 +38,8 @@ class Selection:
         pickup: PickupManager,
         acquired: AcquiredInstances,
         recorder: OutcomeRecorder,
-        *,
-        intent: Awaitable[None] | None = None,
     ) -> None:
-        """`intent` is the write of the provision record, if it is in progress: nothing is claimed before its end."""
         self._context = context
-        self._intent = intent
         self._plan = plan
         self._pickup = pickup
         self._acquired = acquired
@@ -54,7 +48,7 @@ class Selection:
         # The record was written just before.
         self._open_until = context.clock.monotonic() + OPEN_CHECK_TTL_S
 
-    async def claim_one(self) -> RegisteredInstance | None:
+    async def claim_one(self) -> AcquiredInstance | None:
         """Claim one matching instance and wait until it is registered. Return None if the pool is exhausted."""
         while (claimed := await self.claim()) is not None:
             registered = await self._wait_for_registration(claimed)
@@ -67,8 +61,6 @@ class Selection:
         while True:
             raise_if_past_deadline(self._context, self._plan)
             delivery = await self._pickup.next_match()
-            if self._intent is not None:
-                await self._intent
             if delivery is None or delivery.message is None:
                 return None
             await self._ensure_provision_open()
@@ -79,8 +71,6 @@ class Selection:
 
     async def claim_known(self, message: PoolMessage) -> Instance | None:
         """Claim an instance whose pool message was not received. Return None if another process was first."""
-        if self._intent is not None:
-            await self._intent
         return await self._try_claim(message)
 
     async def watch_provision_open(self) -> None:
@@ -90,16 +80,17 @@ class Selection:
             try:
                 await self._ensure_provision_open()
             except Unavailable as error:
-                self._context.event_log.record("read-failed", error.message, run_id=self._plan.provision.run_id)
+                self._context.event_log.record("read-failed", error.message, run_id=self._plan.provision.subject)
 
     async def _ensure_provision_open(self) -> None:
         """The check is cached for all workers; the commit rejects what it misses."""
         now = self._context.clock.monotonic()
-        if now < self._open_until:
+        if self._plan.runner_set is not None or now < self._open_until:
+            # Nobody releases a set's acquisition.
             return
         self._open_until = now + OPEN_CHECK_TTL_S
         ours = self._plan.provision
-        current = await self._context.store.get_provision(ours.run_id, ours.provision_id)
+        current = await self._context.store.get_provision(ours.holder)
         if current is None or current.status is not ProvisionStatus.OPEN:
             raise Conflict(f"run {ours.run_id} was released while it was being provisioned", current=current)
 
@@ -113,16 +104,14 @@ class Selection:
         change = advance(
             idle,
             Claim(
-                run_id=plan.provision.run_id,
-                owner=f"{plan.provision.provision_id}/{context.ids.new('w-')}",
-                provision_id=plan.provision.provision_id,
+                holder=plan.provision.holder,
+                claim=f"{plan.provision.provision_id}/{context.ids.new('w-')}",
                 scope=plan.scope,
                 tier=plan.request.tier,
                 threshold=plan.provision.deadline,
                 assignment=plan.assignment(message.id, message.epoch + 1),
                 reuse=plan.request.reuse,
                 repository=normalize_repository(plan.repository),
-                runner_set=plan.provision.runner_set,
                 margin_s=plan.config.lifetimes.margin_s,
             ),
             by=plan.actor,
@@ -142,7 +131,7 @@ class Selection:
                 self._pickup.hand_back(delivery)
             elif delivery is not None:
                 self._pickup.mark_used(delivery)
-            context.event_log.record("claim-lost", why, instance_id=message.id, run_id=plan.provision.run_id)
+            context.event_log.record("claim-lost", why, instance_id=message.id, run_id=plan.provision.subject)
             return None
         except Unreadable as error:
             # The message stays in the pool: it is valid again after somebody repaired the record.
@@ -159,17 +148,17 @@ class Selection:
             "claim-won",
             change.entry.why,
             instance_id=claimed.instance_id,
-            run_id=claimed.run_id,
+            run_id=claimed.subject,
             epoch=claimed.epoch,
         )
         return claimed
 
-    async def _wait_for_registration(self, claimed: Instance) -> RegisteredInstance | None:
+    async def _wait_for_registration(self, claimed: Instance) -> AcquiredInstance | None:
         """Return None, and terminate the instance, if it did not register."""
         timeout_at = self._context.clock.monotonic() + REGISTRATION_TIMEOUT_S
         waited = await wait_for_registration(self._context, claimed, until=min(self._plan.until, timeout_at))
         if waited.verdict is Verdict.OK:
-            return RegisteredInstance(instance=claimed, source=RunnerSource.POOL, report=waited.report)
+            return self._acquired.register(claimed, waited.report)
         if waited.stopped is StopReason.TIMEOUT:
             # At the provision's own deadline the instance may be healthy: the rollback gives it back.
             raise_if_past_deadline(self._context, self._plan)
@@ -180,7 +169,7 @@ class Selection:
         event = End(
             reason=RetireReason.FAILED if waited.stopped is StopReason.VERDICT else RetireReason.TIMED_OUT,
             report=waited.report,
-            owner=claimed.owner,
+            claim=claimed.claim,
         )
         why = describe_failure(waited)
         self._recorder.reject(RejectionKind.REGISTRATION_FAILED, why, claimed.instance_id)

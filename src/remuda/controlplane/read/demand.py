@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 
 from remuda.controlplane.context import Context
 from remuda.domain.demand import LISTENER_LEASE, MAX_QUEUED_S
-from remuda.domain.instance import LIVE, Instance
+from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision
 from remuda.domain.reporting.demand import DemandInput, DemandStatus, demand_status
 from remuda.domain.signals import Report
+from remuda.domain.sweep_record import SweepRecord
 
 #: Newest jobs that a status contains.
 RECENT_JOBS = 200
@@ -25,15 +26,13 @@ async def read_demand(
     reports: Mapping[str, Report],
     provisions: Sequence[Provision],
     *,
-    first_seen: Mapping[str, datetime],
+    sweep: SweepRecord,
 ) -> DemandStatus:
     """Combine the demand with records that the caller has read. A pool without sets and runs costs no call."""
-    has_runners = any(item.run_id and item.state in LIVE for item in instances)
+    has_runners = any(item.holder is not None for item in instances)
     if config is None or not (config.runner_sets or has_runners):
         return DemandStatus()
-    return demand_status(
-        await read_demand_input(context, config, instances, reports, provisions, first_seen=first_seen)
-    )
+    return demand_status(await read_demand_input(context, config, instances, reports, provisions, sweep=sweep))
 
 
 async def read_demand_input(
@@ -43,7 +42,7 @@ async def read_demand_input(
     reports: Mapping[str, Report],
     provisions: Sequence[Provision],
     *,
-    first_seen: Mapping[str, datetime],
+    sweep: SweepRecord,
 ) -> DemandInput:
     store, now = context.store, context.clock.now()
     demand, lease, jobs = await asyncio.gather(
@@ -60,5 +59,5 @@ async def read_demand_input(
         instances=instances,
         reports=reports,
         provisions=provisions,
-        first_seen=first_seen,
+        sweep=sweep,
     )

@@ -11,7 +11,8 @@ from functools import partial
 from remuda.controlplane.context import Context, find_by_prefix, read_config, skip_unreadable
 from remuda.controlplane.read.demand import read_demand_input
 from remuda.domain.errors import UserError
-from remuda.domain.instance import HOLDER_PREFIX, LIVE
+from remuda.domain.holder import set_of_subject
+from remuda.domain.instance import LIVE
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
 from remuda.domain.provision import Provision, RejectionKind
 from remuda.domain.reporting.demand import DemandInput, DemandStatus, demand_status
@@ -29,8 +30,8 @@ RECENT_PROVISIONS = 50
 
 
 def check_subject(subject: str) -> str:
-    """Validate a run id, job id, holder id of a set, instance id or runner name. Makes no call."""
-    if is_instance_id(subject) or (subject.startswith(HOLDER_PREFIX) and is_set_name(subject[len(HOLDER_PREFIX) :])):
+    """Validate a run id, job id, `set.` and the name of a set, instance id or runner name. Makes no call."""
+    if is_instance_id(subject) or is_set_name(set_of_subject(subject) or ""):
         return subject
     if is_short_instance_id(subject):
         return check_instance_id(subject, field=FIELD)
@@ -49,8 +50,8 @@ async def explain(context: Context, subject: str, *, command: str = "") -> Expla
         return await _explain_instance(context, config, parsed[1])
     if is_instance_id(subject):
         return await _explain_instance(context, config, subject)
-    if subject.startswith(HOLDER_PREFIX):
-        return await _explain_set(context, config, subject[len(HOLDER_PREFIX) :])
+    if (name := set_of_subject(subject)) is not None:
+        return await _explain_set(context, config, name)
     provisions = await context.store.provisions_of_run(subject)
     if not provisions:
         return await _explain_jobs(context, config, subject, command)
@@ -85,7 +86,7 @@ async def _explain_jobs(context: Context, config: PoolConfig, subject: str, comm
         if queued:
             return explain_queued(subject, queued, config, command)
         recent = await store.recent_provisions(MAX_SEARCHED)
-        known = [*(item.run_id for item in found.records.jobs), *(item.run_id for item in recent)]
+        known = [*(item.run_id for item in found.records.jobs), *(item.run_id for item in recent if item.run_id)]
         raise _unknown("run or job", subject, list(dict.fromkeys(known)), config)
     ids = {parsed[1] for job in jobs if (parsed := parse_runner_name(config.pool, job.runner_name)) is not None}
     records = await _read_input(context, config, ids)
@@ -110,12 +111,12 @@ class _Demand:
 
 
 async def _read_demand(context: Context, config: PoolConfig) -> _Demand:
-    live, provisions, first_seen = await asyncio.gather(
-        context.store.find(LIVE), context.store.recent_provisions(RECENT_PROVISIONS), context.store.get_first_seen()
+    live, provisions, sweep = await asyncio.gather(
+        context.store.find(LIVE), context.store.recent_provisions(RECENT_PROVISIONS), context.store.get_sweep_record()
     )
     ids = [item.instance_id for item in live if item.runner_set]
     reports, _ = await skip_unreadable(context.store.get_reports(ids), partial(context.event_log.record, "unreadable"))
-    records = await read_demand_input(context, config, live, reports, provisions, first_seen=first_seen)
+    records = await read_demand_input(context, config, live, reports, provisions, sweep=sweep)
     return _Demand(records=records, status=demand_status(records))
 
 

@@ -153,7 +153,7 @@ class FleetReader:
         """Read known open provisions that are not among the newest. Return them, and the ids of deleted ones."""
         ids = {item.provision_id for item in newest}
         missed = [item for name, item in self._provisions.items() if _is_open(item) and name not in ids]
-        read = await map_concurrently(missed, lambda item: context.store.get_provision(item.run_id, item.provision_id))
+        read = await map_concurrently(missed, lambda item: context.store.get_provision(item.holder))
         deleted = frozenset(item.provision_id for item, found in zip(missed, read, strict=True) if found is None)
         return [found for found in read if isinstance(found, Provision)], deleted
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from remuda.controlplane.context import Context, skip_unreadable
-from remuda.controlplane.provision.plan import ProvisionedInstance
+from remuda.controlplane.provision.rollback import AcquiredInstance
 from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.provision import AcquiredRunner, Provision, ProvisionStatus, RunnerSource
 from remuda.domain.signals import Report, Verdict, registration_verdict
@@ -81,7 +81,7 @@ def _is_registered(instance: Instance, report: Report | None) -> bool:
     return instance.state is State.RUNNING or registration_verdict(report, instance.epoch) is Verdict.OK
 
 
-async def provisioned_instances(context: Context, provision: Provision) -> tuple[ProvisionedInstance, ...]:
+async def provisioned_instances(context: Context, provision: Provision) -> tuple[AcquiredInstance, ...]:
     """The instances of a committed provision, as the provision itself reported them."""
     records, _ = await skip_unreadable(
         context.store.get_many(provision.instance_ids),
@@ -101,6 +101,6 @@ async def provisioned_instances(context: Context, provision: Provision) -> tuple
             unlisted -= 1
             item = AcquiredRunner(instance_id=instance_id, source=source, seconds=0.0)
         found.append(
-            ProvisionedInstance(instance=records[instance_id], source=item.source, registration_s=item.registration_s)
+            AcquiredInstance(instance=records[instance_id], source=item.source, registration_s=item.registration_s)
         )
     return tuple(found)

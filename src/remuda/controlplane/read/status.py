@@ -19,7 +19,6 @@ from remuda.domain.reporting.demand import DemandStatus
 from remuda.domain.reporting.prices import PriceTable
 from remuda.domain.reporting.usage import UsageReport, usage_report
 from remuda.domain.reporting.warnings import (
-    SWEEP_DUE,
     PoolWarning,
     WarningKind,
     describe_dead_agent,
@@ -28,6 +27,7 @@ from remuda.domain.reporting.warnings import (
     find_warnings,
 )
 from remuda.domain.signals import Report
+from remuda.domain.sweep_record import AnomalyKind, SweepRecord
 from remuda.ports.clock import CLOCK_FIX
 from remuda.ports.github import GitHubRunner
 
@@ -116,13 +116,13 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
     instances = sorted(found, key=lambda item: (item.created_at, item.instance_id))
     classes = [item.name for item in config.classes] if config else []
     unreadable: list[str] = []
-    (reports, _), depths, (lost, records), first_seen = await asyncio.gather(
+    (reports, _), depths, (lost, records), sweep = await asyncio.gather(
         skip_unreadable(store.get_reports([item.instance_id for item in instances]), unreadable.append),
         asyncio.gather(*(_depth(context, name) for name in classes)),
         _lost(context, runs, instances),
-        _read_first_seen(context, unreadable.append),
+        _read_sweep_record(context, unreadable.append),
     )
-    demand = await read_demand(context, config, instances, reports, runs, first_seen=first_seen)
+    demand = await read_demand(context, config, instances, reports, runs, sweep=sweep)
     now = context.clock.now()
     idle = Counter(
         item.resource_class for item in instances if item.state is State.IDLE and not item.is_quarantined(now)
@@ -146,22 +146,13 @@ async def status(context: Context, *, include_terminated: bool = False, check_re
                 reports,
                 runs,
                 lost=lost,
-                lost_with_job=frozenset(
-                    parsed[1]
-                    for job in demand.jobs
-                    if job.is_lost and (parsed := parse_runner_name(context.pool_name, job.runner_name)) is not None
-                ),
                 ended=records,
-                sweep_due=first_seen.get(SWEEP_DUE),
+                sweep_due=sweep.next_due_at,
                 now=now,
             ),
-            *(find_unreleased(config, first_seen, runs, now=now) if config else ()),
+            *(find_unreleased(config, sweep.runs, runs, now=now) if config else ()),
             *find_demand_warnings(demand, now=now),
-            *(
-                await _stale_registrations(context, config, runners, instances, first_seen)
-                if config and runners
-                else ()
-            ),
+            *(await _stale_registrations(context, config, runners, instances, sweep) if config and runners else ()),
             *failures,
             *(PoolWarning(kind=WarningKind.UNREADABLE, subject="", text=sentence) for sentence in unreadable),
         ),
@@ -209,12 +200,12 @@ async def _lost(
     return {run.provision_id: lost for run in runs if (lost := lost_instances(run, records))}, records
 
 
-async def _read_first_seen(context: Context, report_error: Callable[[str], None]) -> Mapping[str, datetime]:
+async def _read_sweep_record(context: Context, report_error: Callable[[str], None]) -> SweepRecord:
     try:
-        return await context.store.get_first_seen()
+        return await context.store.get_sweep_record()
     except Unreadable as error:
         report_error(error.message)
-        return {}
+        return SweepRecord()
 
 
 async def _depth(context: Context, resource_class: str) -> int:
@@ -243,7 +234,7 @@ async def _stale_registrations(
     config: PoolConfig,
     runners: Mapping[str, Sequence[GitHubRunner]],
     instances: Sequence[Instance],
-    first_seen: Mapping[str, datetime],
+    sweep: SweepRecord,
 ) -> Sequence[PoolWarning]:
     """Warn about registrations that no assignment owns. Reads by key only the records that the search missed."""
     now, known = context.clock.now(), {item.instance_id: item for item in instances}
@@ -271,7 +262,8 @@ async def _stale_registrations(
     for scope, name, instance_id in ours:
         if instance_id in unreadable:
             continue
-        reason = reason_for(name, records.get(instance_id), first_seen.get(f"stale-registration:{name}"))
+        since = sweep.first_seen(AnomalyKind.STALE_REGISTRATION, name)
+        reason = reason_for(name, records.get(instance_id), since)
         if reason is not None:
             text = f"stale registration in {scope}: {reason}; refresh removes it"
             found.append(PoolWarning(kind=WarningKind.STALE_REGISTRATION, subject=name, text=text))

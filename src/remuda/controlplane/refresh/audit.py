@@ -1,230 +1,173 @@
 """Audit of waiting jobs: jobs in GitHub's queue that no runner serves, and differences between GitHub and the records.
 
 The listener reads the queues of repositories with live runs (`controlplane/demand/unassigned.py`), the audit those of
-all known repositories, also without a listener. Its results are stored as anomalies of the sweeps. `status` and the
-other views derive the reasons from the newest reading of each repository.
+all known repositories, also without a listener. `status` and the other views derive the reasons from the newest reading
+of each repository.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from remuda.controlplane.context import Context
-from remuda.controlplane.job_queue import MIN_CALLS, QueueReader
+from remuda.controlplane.job_queue import MIN_CALLS, QueueReader, QueueReading
 from remuda.controlplane.read.demand import read_demand_input
-from remuda.controlplane.refresh.machines import FirstSeen, PartialSweep
-from remuda.controlplane.refresh.result import RefreshResultBuilder
-from remuda.domain.demand import JobRecord, QueuedJob
+from remuda.controlplane.refresh.observe import Observed
+from remuda.controlplane.refresh.result import RefreshResult, combined, seen
+from remuda.domain.demand import MAX_QUEUED_S, RepositoryQueue
 from remuda.domain.errors import NotFound, RemudaError, UserError
-from remuda.domain.instance import Instance
-from remuda.domain.pool_config import PoolConfig
-from remuda.domain.reporting.demand import (
-    DemandInput,
-    demand_status,
-    disagreement_anomaly,
-    find_disagreement,
-)
+from remuda.domain.holder import RunHolder
+from remuda.domain.reporting.demand import DemandInput, demand_status, find_disagreement
 from remuda.domain.reporting.job_queue import (
     AUDIT_INTERVAL_S,
     MAX_OVERDUE,
     Audience,
-    audited_anomaly,
-    job_anomaly,
+    fit_into_record,
     labels_by_run,
-    parse_audited,
-    parse_job,
-    parse_unaudited,
-    unaudited_anomaly,
 )
 from remuda.domain.resources import is_repository
-from remuda.ports.github import GitHub, GitHubRunner
+from remuda.domain.sweep_record import AnomalyKind, EmptyRunList, QueueAudit, SweepRecord, UnreadableRepository
+from remuda.domain.timestamps import to_milliseconds
+from remuda.ports.github import GitHub
 
 #: Calls of GitHub per audit. Those that are answered with 304 count here, and not at GitHub.
 MAX_CALLS = 40
 #: Newest provisions that tell why a set lacks machines.
 RECENT_PROVISIONS = 50
-#: Maximum characters of all jobs that an audit stores: they share one item of the store with other anomalies.
+#: Maximum characters of all jobs that an audit stores: they share one item of the store with the anomalies.
 MAX_STORED = 100_000
 
-_AUDITED = "audited:waiting-jobs"
-#: An answer without runs, with its ETag: the next audit need not read it again.
-_NO_RUNS = "no-runs:"
+#: What the audit of one repository has found: None if the repository was deleted.
+Answer = RepositoryQueue | UnreadableRepository | None
 
 
-class WaitingJobAudit(PartialSweep):
-    def __init__(
-        self,
-        context: Context,
-        config: PoolConfig,
-        result: RefreshResultBuilder,
-        first_seen: FirstSeen,
-        *,
-        runners: Mapping[str, Sequence[GitHubRunner]],
-    ) -> None:
-        """`runners` are all runners of the pool's scopes."""
-        super().__init__(context, config, result, first_seen)
-        self._runners = runners
-        self._room_left = MAX_STORED
-        #: Labels of the runners of each run with its own provision, and the scope of its repository.
-        self._runs: Mapping[str, Sequence[str]] = {}
-        self._scopes: dict[str, str] = {}
-
-    async def run(self, records: Mapping[str, Instance]) -> None:
-        self._runs = labels_by_run(records.values())
-        for item in records.values():
-            if item.run_id in self._runs and item.assignment and is_repository(item.assignment.repository):
-                self._scopes[item.assignment.repository.lower()] = item.scope
-        if not self._config.runner_sets and not self._scopes:
-            return
-        # The reports would only tell which machines listen already.
-        provisions = await self._context.store.recent_provisions(RECENT_PROVISIONS)
-        found = await read_demand_input(
-            self._context,
-            self._config,
-            list(records.values()),
-            {},
-            provisions,
-            first_seen=self._first_seen.known,
+async def audit_waiting_jobs(observed: Observed) -> RefreshResult:
+    """Find jobs that wait too long, and sets for which GitHub counts jobs that the records do not have."""
+    context, config, records = observed.context, observed.config, observed.records
+    runs = labels_by_run(records.values())
+    scopes = {
+        item.assignment.repository.lower(): item.scope
+        for item in records.values()
+        if isinstance(item.holder, RunHolder) and item.assignment and is_repository(item.assignment.repository)
+    }
+    if not config.runner_sets and not scopes:
+        return RefreshResult()
+    # The reports would only tell which machines listen already.
+    provisions = await context.store.recent_provisions(RECENT_PROVISIONS)
+    instances = list(records.values())
+    found = await read_demand_input(context, config, instances, {}, provisions, sweep=observed.before)
+    disagreements = [
+        observed.sighting(AnomalyKind.DISAGREEMENT, status.name)
+        for status in demand_status(found).sets
+        if find_disagreement(status, found.demand.get(status.name), found.jobs)
+    ]
+    audit = observed.before.audit
+    is_due = audit.at is None or found.now - audit.at >= timedelta(seconds=AUDIT_INTERVAL_S)
+    if context.github is not None and is_due:
+        audit = await _Audit(observed=observed, found=found, runs=runs, scopes=scopes).run(context.github)
+    sentences = []
+    for job in demand_status(replace(found, sweep=SweepRecord(audit=audit))).overdue:
+        name = f"{job.name or job.job_id} of {job.repository or 'an unknown repository'}"
+        sentences.append(f"job {name}, run {job.run_id}, waits since {job.queued_at:%H:%M:%S} UTC: {job.detail}")
+        context.event_log.record(
+            "job-waits", sentences[-1], run_id=job.run_id, runner_set=job.runner_set, reason=job.reason
         )
-        for status in demand_status(found).sets:
-            if find_disagreement(status, found.demand.get(status.name), found.jobs):
-                self._first_seen.since(disagreement_anomaly(status.name))
-        github, now = self._context.github, found.now
-        last = self._first_seen.known.get(_AUDITED)
-        if github is None or (last is not None and now - last < timedelta(seconds=AUDIT_INTERVAL_S)):
-            self._first_seen.keep(_AUDITED)
-            self._keep(lambda _repository, _anomaly: True)
-        else:
-            self._first_seen.record(_AUDITED, now)
-            await self._audit_queue(github, found)
-        self._report(found)
+    result = RefreshResult(waiting_jobs=tuple(sentences), record=SweepRecord(audit=audit))
+    return combined([seen(disagreements), result])
 
-    def _keep(self, is_kept: Callable[[str, str], bool]) -> None:
-        """Keep what earlier audits found in these repositories."""
-        for anomaly, at in self._first_seen.known.items():
-            job = parse_job(anomaly, at)
-            repository = (
-                job.repository
-                if job
-                else _parse_no_runs(anomaly)[0] or parse_audited(anomaly) or parse_unaudited(anomaly)[0]
-            )
-            if repository and is_kept(repository.lower(), anomaly) and self._has_room(anomaly):
-                self._first_seen.keep(anomaly)
 
-    def _report(self, found: DemandInput) -> None:
-        """Add the jobs that wait too long to the result of the refresh."""
-        for job in demand_status(replace(found, first_seen=self._first_seen.seen)).overdue:
-            name = f"{job.name or job.job_id} of {job.repository or 'an unknown repository'}"
-            sentence = f"job {name}, run {job.run_id}, waits since {job.queued_at:%H:%M:%S} UTC: {job.detail}"
-            self._result.waiting_jobs.append(sentence)
-            self._context.event_log.record(
-                "job-waits", sentence, run_id=job.run_id, runner_set=job.runner_set, reason=job.reason
-            )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Audit:
+    """One reading of GitHub's queues."""
 
-    # GitHub's queue ---------------------------------------------------------------------------------------------
+    observed: Observed
+    found: DemandInput
+    #: Labels of the runners of each run with its own provision, and the scope of its repository.
+    runs: Mapping[str, Sequence[str]]
+    scopes: Mapping[str, str]
 
-    async def _audit_queue(self, github: GitHub, found: DemandInput) -> None:
-        etags = {
-            (repository, status): etag
-            for repository, status, etag in map(_parse_no_runs, self._first_seen.known)
-            if repository
-        }
+    async def run(self, github: GitHub) -> QueueAudit:
+        before, now = self.observed.before.audit, self.found.now
+        etags = {(item.repository, item.status): item.etag for item in before.empty_lists}
         reader = QueueReader(github, calls=MAX_CALLS, no_runs=etags)
-        repositories = self._repositories(found.jobs)
+        repositories = self._repositories()
         # Start with another repository each time, so that the limit of calls affects all of them alike.
-        start = int(found.now.timestamp() // AUDIT_INTERVAL_S) % len(repositories) if repositories else 0
+        start = int(now.timestamp() // AUDIT_INTERVAL_S) % len(repositories) if repositories else 0
         share = max(MIN_CALLS, MAX_CALLS // len(repositories)) if repositories else 0
-        done: set[str] = set()
-        #: Runs that were not read, of repositories with more runs than calls.
-        unread: dict[str, frozenset[str]] = {}
+        answers: dict[str, Answer] = {}
         for repository in (*repositories[start:], *repositories[:start]):
             if reader.calls_left < MIN_CALLS:
                 break
-            sets = [item for item in self._config.runner_sets if item.covers(repository)]
             try:
-                scope = sets[0].scope if sets else self._scopes[repository]
-                reading = await reader.read(scope, repository, share=share, now=found.now)
-            except NotFound:
-                # It was deleted.
-                done.add(repository.lower())
-                continue
-            except UserError as error:
-                if not sets:
-                    # Runs with their own provision need no permission to read GitHub's queue.
-                    continue
-                fix = f"; {error.fix}" if error.fix else ""
-                self._first_seen.since(unaudited_anomaly(repository, f"{error.message}{fix}"))
-                done.add(repository.lower())
-                continue
+                answers[repository] = await self._read(reader, repository, share=share)
             except RemudaError as error:
                 # The next audit repeats it.
-                self._context.event_log.record("audit-failed", error.message, repository=repository)
-                continue
-            done.add(repository.lower())
-            if reading.unread:
-                unread[repository.lower()] = reading.unread
-            else:
-                self._first_seen.record(audited_anomaly(repository), found.now)
-            self._record_jobs(repository, reading.jobs, found)
-        for (repository, status), etag in reader.no_runs.items():
-            if repository.lower() in done:
-                self._first_seen.since(_no_runs(repository, status, etag))
+                self.observed.context.event_log.record("audit-failed", error.message, repository=repository)
+        # GitHub has ended the jobs in queues that were read so long ago.
+        oldest = now - timedelta(seconds=MAX_QUEUED_S)
+        kept: list[RepositoryQueue | UnreadableRepository] = [
+            *(item for item in before.queues if item.read_at > oldest),
+            *(item for item in before.unreadable if item.at > oldest),
+        ]
+        results = [*answers.values(), *(item for item in kept if item.repository not in answers)]
+        return QueueAudit(
+            at=to_milliseconds(now),
+            queues=fit_into_record((item for item in results if isinstance(item, RepositoryQueue)), room=MAX_STORED),
+            unreadable=tuple(item for item in results if isinstance(item, UnreadableRepository)),
+            empty_lists=tuple(
+                EmptyRunList(repository=repository, status=status, etag=etag)
+                for (repository, status), etag in reader.no_runs.items()
+                if repository in repositories
+            ),
+        )
 
-        def is_kept(repository: str, anomaly: str) -> bool:
-            if repository not in unread:
-                return repository not in done
-            job = parse_job(anomaly, found.now)
-            return bool(parse_audited(anomaly)) or (job is not None and job.run_id in unread[repository])
-
-        self._keep(is_kept)
-
-    def _repositories(self, jobs: Iterable[JobRecord]) -> list[str]:
+    def _repositories(self) -> list[str]:
         """The repositories of runs with runners, and those of the sets' scopes: those that are a scope, and those of
         organisations with recent jobs.
 
         A job without a set in a repository without recent jobs is not found: listing all repositories of an
         organisation would take too many calls.
         """
-        scopes = {item.scope.lower() for item in self._config.runner_sets}
-        seen = {job.repository.lower() for job in jobs if is_repository(job.repository)}
-        of_organisations = {name for name in seen if name.partition("/")[0] in scopes}
-        return sorted({scope for scope in scopes if "/" in scope} | of_organisations | self._scopes.keys())
+        scopes = {item.scope.lower() for item in self.found.config.runner_sets}
+        seen_names = {job.repository.lower() for job in self.found.jobs if is_repository(job.repository)}
+        of_organisations = {name for name in seen_names if name.partition("/")[0] in scopes}
+        return sorted({scope for scope in scopes if "/" in scope} | of_organisations | self.scopes.keys())
 
-    def _record_jobs(self, repository: str, jobs: Iterable[QueuedJob], found: DemandInput) -> None:
-        """Record the jobs that wait for this pool and that no set has got."""
+    async def _read(self, reader: QueueReader, repository: str, *, share: int) -> Answer:
+        sets = [item for item in self.found.config.runner_sets if item.covers(repository)]
+        scope = sets[0].scope if sets else self.scopes[repository]
+        try:
+            return self._queue(repository, await reader.read(scope, repository, share=share, now=self.found.now))
+        except NotFound:
+            return None
+        except UserError as error:
+            if not sets:
+                # Runs with their own provision need no permission to read GitHub's queue.
+                return self._before(repository)
+            return UnreadableRepository.after(error, repository, now=self.found.now)
+
+    def _queue(self, repository: str, reading: QueueReading) -> Answer:
+        """The jobs that wait for this pool and that no set has got."""
+        runners = self.observed.runners.items()
+        names = {repository, repository.partition("/")[0]}
         audience = Audience(
             repository=repository,
-            sets=self._config.runner_sets,
-            runs=self._runs,
-            others=[runner.labels for runner in self._runners_of(repository)],
+            sets=self.found.config.runner_sets,
+            runs=self.runs,
+            others=[runner.labels for scope, listed in runners if scope.lower() in names for runner in listed],
         )
-        unassigned = [job for job in jobs if audience.lacks_runner(job, found.jobs, now=found.now)]
-        for job in unassigned[:MAX_OVERDUE]:
-            if self._has_room(job_anomaly(job)):
-                self._first_seen.record(job_anomaly(job), job.queued_at)
+        jobs = [job for job in reading.jobs if audience.lacks_runner(job, self.found.jobs, now=self.found.now)]
+        jobs = jobs[:MAX_OVERDUE]
+        if not reading.unread:
+            return RepositoryQueue(repository=repository, read_at=to_milliseconds(self.found.now), jobs=tuple(jobs))
+        # Of a repository with more runs than calls, the jobs of the others and the time stay.
+        if (before := self._before(repository)) is not None:
+            jobs += [job for job in before.jobs if job.run_id in reading.unread]
+            return replace(before, jobs=tuple(jobs))
+        read_at = min((job.queued_at for job in jobs), default=None)
+        return None if read_at is None else RepositoryQueue(repository=repository, read_at=read_at, jobs=tuple(jobs))
 
-    def _runners_of(self, repository: str) -> list[GitHubRunner]:
-        scopes = {repository.lower(), repository.lower().partition("/")[0]}
-        return [runner for scope, listed in self._runners.items() if scope.lower() in scopes for runner in listed]
-
-    def _has_room(self, anomaly: str) -> bool:
-        self._room_left -= len(anomaly)
-        return self._room_left >= 0
-
-
-def _no_runs(repository: str, status: str, etag: str) -> str:
-    return _NO_RUNS + json.dumps([repository, status, etag])
-
-
-def _parse_no_runs(anomaly: str) -> tuple[str, str, str]:
-    """Repository, status and ETag; empty if the anomaly is another."""
-    if not anomaly.startswith(_NO_RUNS):
-        return "", "", ""
-    try:
-        repository, status, etag = json.loads(anomaly.removeprefix(_NO_RUNS))
-    except (ValueError, TypeError, RecursionError):
-        return "", "", ""
-    return str(repository), str(status), str(etag)
+    def _before(self, repository: str) -> RepositoryQueue | None:
+        """What earlier audits have found."""
+        return next((item for item in self.observed.before.audit.queues if item.repository == repository), None)

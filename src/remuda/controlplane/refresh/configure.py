@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Any
 
 from remuda.controlplane.context import Context, map_concurrently
-from remuda.controlplane.refresh.result import RefreshResultBuilder
+from remuda.controlplane.refresh.result import RefreshResult, combined, warned
 from remuda.domain.errors import Conflict, RemudaError, Unavailable, UserError
-from remuda.domain.pool_config import DEFAULT_GROUP_ID, PoolConfig, ScopeTokens, may_hold_secret
+from remuda.domain.pool_config import DEFAULT_GROUP_ID, RECORD_VERSION, PoolConfig, ScopeTokens, may_hold_secret
 from remuda.domain.reporting.warnings import WarningKind
 from remuda.domain.resources import ResourceClass, Reuse
 from remuda.domain.runner_release import IMAGE, RunnerChoice, RunnerRelease, resolve_release
@@ -68,23 +68,28 @@ class DesiredConfig:
 _STORED_FIELDS = frozenset({"classes", "max_instances", "github_url", "reuse", "runner_sets", "monthly_budget"})
 
 
-async def apply_configuration(context: Context, desired: DesiredConfig, result: RefreshResultBuilder) -> PoolConfig:
+async def apply_configuration(context: Context, desired: DesiredConfig) -> tuple[PoolConfig, RefreshResult]:
+    """Apply the desired configuration. Return the stored one and what has changed."""
     github = context.github
     if github is None:
         raise UserError("refresh needs a GitHub credential", field="github-token", fix="set REMUDA_GITHUB_TOKEN")
     # Check the store and the GitHub credential first, so that nothing else is created if one of them is rejected.
-    result.applied.extend(await context.store.prepare())
+    prepared = await context.store.prepare()
     stored = await context.store.get_config()
     given = desired
     desired = _checked(given, stored)
-    for warning in capacity_warnings(desired.runner_sets, max_instances=desired.max_instances):
-        result.warn(WarningKind.RUNNER_SET, warning)
+    limits = capacity_warnings(desired.runner_sets, max_instances=desired.max_instances)
     tokens = await _mint_if_due(context, github, stored, desired)
     choice = RunnerChoice.parse(desired.launch)
-    newest = await _newest_runner(github, desired.scope, choice, stored, result)
+    newest, problems = await _newest_runner(github, desired.scope, choice, stored)
     now = to_milliseconds(context.clock.now())
     runner = resolve_release(choice, newest, stored.runner if stored else None, now=now, github_url=desired.github_url)
-    await _prepare(context, desired, runner, result)
+    done = combined(
+        [
+            RefreshResult(applied=(*prepared, *await _prepare(context, desired, runner)), errors=problems),
+            *(warned(WarningKind.RUNNER_SET, warning) for warning in limits),
+        ]
+    )
     for _ in range(CONFIG_WRITE_ATTEMPTS):
         config = PoolConfig(
             pool=desired.pool,
@@ -99,6 +104,7 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             # Without a budget nobody counted, so the cost is outdated: it is measured anew.
             spending=stored.spending if stored and stored.monthly_budget else None,
             applied_at=to_milliseconds(context.clock.now()),
+            record_version=RECORD_VERSION,
             revision=stored.revision + 1 if stored else 1,
             tokens=_with_tokens(stored.tokens if stored else (), tokens),
             runner=resolve_release(
@@ -111,7 +117,8 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             group = f", runner group {desired.runner_group}" if desired.runner_group else ""
             applied.append(f"tokens for {desired.scope}{group}")
         if not applied and not _has_runner_news(stored, config):
-            return await renew_tokens(context, stored or config, result)
+            config, renewed = await renew_tokens(context, stored or config)
+            return config, combined([done, renewed])
         try:
             await context.store.put_config(config)
         except Conflict:
@@ -119,9 +126,9 @@ async def apply_configuration(context: Context, desired: DesiredConfig, result: 
             desired = _checked(given, stored)
             tokens = tokens or await _mint_if_due(context, github, stored, desired)
             continue
-        result.applied.extend(applied)
-        result.changes.update({name: values for name, values in changed.items() if values is not None})
-        return await renew_tokens(context, config, result)
+        changes = {name: values for name, values in changed.items() if values is not None}
+        config, renewed = await renew_tokens(context, config)
+        return config, combined([done, RefreshResult(applied=tuple(applied), changes=changes), renewed])
     raise Conflict("the pool's configuration keeps changing; check whether another refresh is running")
 
 
@@ -132,10 +139,9 @@ def _checked(given: DesiredConfig, stored: PoolConfig | None) -> DesiredConfig:
     return desired
 
 
-async def _prepare(
-    context: Context, desired: DesiredConfig, runner: RunnerRelease | None, result: RefreshResultBuilder
-) -> None:
+async def _prepare(context: Context, desired: DesiredConfig, runner: RunnerRelease | None) -> list[str]:
     """Prepare queues and launch resources concurrently. Both calls end before an error of one is raised."""
+    applied: list[str] = []
     prepared = await asyncio.gather(
         context.pool.prepare([resource_class.name for resource_class in desired.classes]),
         context.compute.prepare({**desired.launch, **(runner.launch_options() if runner else {})}, desired.classes),
@@ -144,28 +150,31 @@ async def _prepare(
     for lines in prepared:
         if isinstance(lines, BaseException):
             raise lines
-        result.applied.extend(lines)
+        applied.extend(lines)
+    return applied
 
 
 # Version of the actions runner --------------------------------------------------------------------------------------
 
 
 async def _newest_runner(
-    github: GitHub, scope: str, choice: RunnerChoice, stored: PoolConfig | None, result: RefreshResultBuilder
-) -> RunnerRelease | None:
-    """Ask GitHub for the newest release. None if it is not needed, or if there is no answer and a release is known."""
+    github: GitHub, scope: str, choice: RunnerChoice, stored: PoolConfig | None
+) -> tuple[RunnerRelease | None, tuple[str, ...]]:
+    """Ask GitHub for the newest release. None if it is not needed, or if there is no answer and a release is known.
+
+    The second value has the error in the latter case.
+    """
     if choice.version == IMAGE:
-        return None
+        return None, ()
     try:
-        return await github.runner_downloads(scope)
+        return await github.runner_downloads(scope), ()
     except RemudaError as error:
         known = choice.release or (stored.runner if stored else None)
         problem = f"the newest version of the actions runner: {error.message}"
         if known is None:
             error.args = (problem,)
             raise
-        result.error(f"{problem}; new machines install {known.version}")
-        return None
+        return None, (f"{problem}; new machines install {known.version}",)
 
 
 def _has_runner_news(stored: PoolConfig | None, config: PoolConfig) -> bool:
@@ -197,33 +206,33 @@ async def _mint_if_due(
         return None
 
 
-async def renew_tokens(context: Context, config: PoolConfig, result: RefreshResultBuilder) -> PoolConfig:
+async def renew_tokens(context: Context, config: PoolConfig) -> tuple[PoolConfig, RefreshResult]:
     """Replace tokens that expire soon, for every scope of the pool."""
     github = context.github
     if github is None:
-        return config
+        return config, RefreshResult()
     due = [item for item in config.tokens if not _are_fresh(context, config.tokens, item.scope, item.runner_group)]
     # Concurrently: the sweeps wait for this, and GitHub may not answer.
     minted = await map_concurrently(due, lambda item: _mint(github, item.scope, item.runner_group))
-    after = config
+    after, errors = config, []
     for old, new in zip(due, minted, strict=True):
         if isinstance(new, RemudaError):
-            result.error(f"tokens for {old.scope}: {new.message}")
+            errors.append(f"tokens for {old.scope}: {new.message}")
         else:
             after = replace(after, tokens=_with_tokens(after.tokens, new))
+    failed = RefreshResult(errors=tuple(errors))
     if after == config:
-        return config
+        return config, failed
     after = replace(after, revision=config.revision + 1, applied_at=to_milliseconds(context.clock.now()))
     try:
         await context.store.put_config(after)
     except Conflict as conflict:
         # Another refresh wrote first; its tokens are as fresh.
-        return conflict.current if isinstance(conflict.current, PoolConfig) else config
+        return conflict.current if isinstance(conflict.current, PoolConfig) else config, failed
     except RemudaError as error:
-        result.error(f"tokens: {error.message}")
-        return config
-    result.applied.extend(f"tokens for {item.scope}" for item in minted if not isinstance(item, RemudaError))
-    return after
+        return config, combined([failed, RefreshResult(errors=(f"tokens: {error.message}",))])
+    renewed = tuple(f"tokens for {item.scope}" for item in minted if not isinstance(item, RemudaError))
+    return after, combined([failed, RefreshResult(applied=renewed)])
 
 
 def _are_fresh(context: Context, tokens: tuple[ScopeTokens, ...], scope: str, group: str) -> bool:

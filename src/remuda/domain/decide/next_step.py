@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
 
+from remuda.domain.holder import SetHolder
 from remuda.domain.instance import (
     ABSORBING,
     Instance,
@@ -24,7 +25,6 @@ from remuda.domain.instance import (
     State,
     decide_retirement,
     describe_retirement,
-    holder_id,
 )
 from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report, Verdict, registration_verdict, removal_verdict
@@ -222,7 +222,7 @@ def _after_reset(instance: Instance, report: Report, policy: PoolPolicy, *, now:
 
 def _had_unknown_job(instance: Instance, report: Report) -> bool:
     """Whether a trusted instance of a runner set was released without a job and had one, whose run no one knows."""
-    was_unbound = bool(instance.runner_set) and instance.last_run_id == holder_id(instance.runner_set)
+    was_unbound = isinstance(instance.last_holder, SetHolder) and instance.last_holder.job is None
     return was_unbound and instance.tier is Tier.TRUSTED and report.spent_epoch == instance.epoch
 
 

@@ -29,12 +29,12 @@ from remuda.domain.reporting.job_queue import (
     is_old,
     labels_by_run,
     newest_queues,
-    parse_unaudited,
 )
 from remuda.domain.resources import Reuse
 from remuda.domain.runner_set import RunnerSet
 from remuda.domain.signals import Report
 from remuda.domain.supply import JOB_COUNTS_FOR_S, SetMachine
+from remuda.domain.sweep_record import AnomalyKind, SweepRecord
 from remuda.domain.text import truncate
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S
 
@@ -216,14 +216,14 @@ class DemandInput:
     reports: Mapping[str, Report]
     #: Newest first.
     provisions: Sequence[Provision]
-    first_seen: Mapping[str, datetime]
+    sweep: SweepRecord
 
 
 def demand_status(found: DemandInput) -> DemandStatus:
     sets = {item.name: item for item in found.config.runner_sets}
     names = [*sets, *sorted(name for name in found.demand if name not in sets)]
     listener = listener_status(found.lease, now=found.now)
-    queues = newest_queues(found.first_seen, found.demand.values())
+    queues = newest_queues(found.sweep.audit, found.demand.values())
     runs = labels_by_run(found.instances)
     unassigned = list(find_unassigned(queues, found.config.runner_sets, found.jobs, runs=runs, now=found.now))
     statuses = tuple(_set_status(name, sets.get(name), found, listener, unassigned) for name in names)
@@ -236,7 +236,7 @@ def demand_status(found: DemandInput) -> DemandStatus:
         overdue=tuple(_overdue_jobs(by_name, queued, found)),
         listener=listener,
         disagreements=_lasting_disagreements(statuses, found),
-        unaudited=dict(pair for anomaly in found.first_seen if (pair := parse_unaudited(anomaly))[0]),
+        unaudited={item.repository: item.reason for item in found.sweep.audit.unreadable},
         queues_read_at={queue.repository.lower(): queue.read_at for queue in queues},
     )
 
@@ -538,10 +538,6 @@ def _why_not_assigned(status: RunnerSetStatus) -> tuple[WaitReason, str]:
     return WaitReason.DISAGREEMENT, text
 
 
-def disagreement_anomaly(name: str) -> str:
-    return f"demand-disagrees:{name}"
-
-
 def find_disagreement(status: RunnerSetStatus, record: DemandRecord | None, jobs: Iterable[JobRecord]) -> str:
     """Say how GitHub's count and the known jobs of a set differ at this moment. Empty if they agree."""
     if record is None or status.session is not SessionState.OPEN:
@@ -560,7 +556,7 @@ def _lasting_disagreements(statuses: Sequence[RunnerSetStatus], found: DemandInp
     limit = timedelta(seconds=WAITING_LIMIT_S)
     lasting = {}
     for status in statuses:
-        since = found.first_seen.get(disagreement_anomaly(status.name))
+        since = found.sweep.first_seen(AnomalyKind.DISAGREEMENT, status.name)
         text = find_disagreement(status, found.demand.get(status.name), found.jobs)
         if text and since is not None and found.now - since > limit:
             lasting[status.name] = text

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from remuda.domain.instance import HOLDER_PREFIX, HistoryEntry, Instance, State
+from remuda.domain.holder import describe_holder, subject_of
+from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.provision import (
     Provision,
     ProvisionOutcome,
@@ -102,7 +103,7 @@ def explain_run(run_id: str, provisions: Sequence[Provision], records: Explanati
         (instance_id, entry)
         for instance_id, history in records.histories.items()
         for entry in history
-        if entry.run_id == run_id
+        if entry.holder is not None and entry.holder.run_id == run_id
     ]
     late = _ACQUIRED | {_COMMIT}
     # The stable sort below keeps this causal order for events of the same millisecond.
@@ -161,20 +162,13 @@ def explain_entry(instance_id: str, entry: HistoryEntry, *, with_run: bool = Fal
         what, severity = f"terminating, was {entry.source}", Severity.BAD
     else:
         what, severity = _DESCRIPTIONS.get(entry.transition, (entry.transition, Severity.NORMAL))
-    if with_run and entry.run_id and entry.transition in _ACQUIRED | {_BIND}:
-        what = f"{what} {describe_holder(entry.run_id)}"
+    if with_run and entry.holder is not None and entry.transition in _ACQUIRED | {_BIND}:
+        what = f"{what} for {describe_holder(entry.holder)}"
     why = f"{entry.why} ({entry.by})"
     if entry.transition == _ANNOUNCE:
         # The description says it all; only the actor is new.
         what, why = f"{what} ({entry.by})", ""
     return ExplainedEvent(at=entry.at, instance_id=instance_id, what=what, why=why, severity=severity)
-
-
-def describe_holder(run_id: str) -> str:
-    """Say for whom a machine is acquired: a run, or a set that has no job for it yet."""
-    if run_id.startswith(HOLDER_PREFIX):
-        return f"for set {run_id.removeprefix(HOLDER_PREFIX)}"
-    return f"for run {run_id}"
 
 
 def _request_events(provision: Provision) -> Iterator[ExplainedEvent]:
@@ -261,15 +255,20 @@ def _next_steps_of_run(run_id: str, provisions: Sequence[Provision], records: Ex
         yield f"the run keeps its runners until remuda release --run-id {run_id}, or until their threshold"
     if any(_is_short(item, records) for item in committed):
         yield REPLACE_LOST
-    held = [item for item in records.instances.values() if run_id == (item.run_id or item.last_run_id)]
+    held = [item for item in records.instances.values() if _serves(item, run_id)]
     for instance in sorted(held, key=lambda item: item.instance_id):
         yield f"{instance.instance_id}: {describe_next(instance, records.reports.get(instance.instance_id), records)}"
-    others = [item for item in records.instances.values() if run_id != (item.run_id or item.last_run_id)]
+    others = [item for item in records.instances.values() if not _serves(item, run_id)]
     for instance in sorted(others, key=lambda item: item.instance_id):
-        run = instance.run_id or instance.last_run_id or "none"
+        run = subject_of(instance.latest_holder) or "none"
         yield f"{instance.instance_id}: reassigned; it is {instance.state}, its run is {run}"
     if not committed and not held and not others:
         yield "nothing: the run holds no instance"
+
+
+def _serves(instance: Instance, run_id: str) -> bool:
+    """Whether it serves the run, or served it last."""
+    return instance.latest_holder is not None and instance.latest_holder.run_id == run_id
 
 
 def _is_short(provision: Provision, records: ExplanationInput) -> bool:
@@ -329,7 +328,8 @@ def _describe_next_in_set(instance: Instance, report: Report | None, until: str,
     if report is not None and report.spent_epoch == instance.epoch:
         return f"has run its job of set {instance.runner_set} and is about to be released{pool}"
     if instance.is_bound:
-        return f"runs a job of run {instance.run_id} for set {instance.runner_set}, at most until {until}{pool}"
+        run = f"run {instance.run_id}" if instance.run_id else "a run that nobody has named"
+        return f"runs a job of {run} for set {instance.runner_set}, at most until {until}{pool}"
     if report is not None and report.busy:
         return f"runs a job of set {instance.runner_set} that GitHub has not reported yet{pool}"
     return f"listens for a job of set {instance.runner_set}; without one it is released after {until}{ending}"

@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from remuda.domain.demand import AFTER_LOSS, SUCCESSES, JobRecord
-from remuda.domain.instance import HistoryEntry, holder_id
+from remuda.domain.holder import set_subject
+from remuda.domain.instance import HistoryEntry
 from remuda.domain.pool_config import PoolConfig, parse_runner_name
-from remuda.domain.provision import Provision
+from remuda.domain.provision import Provision, RunnerSource
 from remuda.domain.reporting.demand import (
     DemandInput,
     DemandStatus,
@@ -28,6 +29,7 @@ from remuda.domain.reporting.explanation import (
     explain_entry,
 )
 from remuda.domain.reporting.job_queue import command_for_labels, describe_missing_labels
+from remuda.domain.timestamps import after
 
 #: Newest jobs and provisions of a set that its explanation lists.
 MAX_LISTED = 20
@@ -125,7 +127,7 @@ def explain_set(status: RunnerSetStatus, demand: DemandInput, provisions: Sequen
     labels = f"labels {', '.join(runner_set.labels)}" if runner_set else "no longer configured"
     return Explanation(
         kind="set",
-        subject=holder_id(status.name),
+        subject=set_subject(status.name),
         title=f"Runner set {status.name} ({labels}): {counts}, at most {status.max}",
         events=_in_order(events),
         next_steps=tuple(_next_steps_of_set(status, demand)),
@@ -238,19 +240,21 @@ def _machine_entries(
 def _provision_events(provision: Provision) -> Iterator[ExplainedEvent]:
     outcome = provision.outcome
     if outcome is None:
-        yield ExplainedEvent(at=provision.created_at, what="a machine is wanted", why=provision.request_summary)
+        what = "a machine is wanted" if provision.count == 1 else f"{provision.count} machines are wanted"
+        yield ExplainedEvent(at=provision.created_at, what=what, why=provision.request_summary)
         return
     errors = [error for launch in outcome.launches for error in launch.errors]
     if outcome.error or errors:
         why = "; ".join(errors) or outcome.error
-        yield ExplainedEvent(at=outcome.ended_at, what="no machine was acquired", why=why, severity=Severity.BAD)
+        what = "not all machines were launched" if outcome.acquired else "no machine was acquired"
+        yield ExplainedEvent(at=outcome.ended_at, what=what, why=why, severity=Severity.BAD)
     for item in outcome.acquired:
-        source = "from the pool" if outcome.reused else "newly launched"
+        source = "from the pool" if item.source is RunnerSource.POOL else "newly launched"
         yield ExplainedEvent(
-            at=outcome.ended_at,
+            at=after(provision.created_at, item.seconds),
             instance_id=item.instance_id,
             what=f"machine acquired, {source}",
-            why=f"after {outcome.seconds:.2f} s",
+            why=f"after {item.seconds:.2f} s",
             severity=Severity.GOOD,
         )
 

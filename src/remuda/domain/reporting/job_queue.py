@@ -1,21 +1,24 @@
 """Jobs in GitHub's queue that no set has got: which of them this pool must serve, and which labels are missing.
 
 The listener and the audit of `refresh` read the queues (`controlplane/job_queue.py`). The listener stores them in the
-records of the sets, the audit among the anomalies of the sweeps; the newer reading of a repository counts.
+records of the sets, the audit in the record of the sweep; the newer reading of a repository counts.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from remuda.domain.demand import MAX_QUEUED_S, MAX_TEXT, DemandRecord, JobRecord, QueuedJob, RepositoryQueue
+from remuda.domain.holder import RunHolder
 from remuda.domain.instance import Instance
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.resources import is_class_name, labels_of_run, split_label
 from remuda.domain.runner_set import RunnerSet, with_set_for
+from remuda.domain.serialization import to_document
+from remuda.domain.sweep_record import QueueAudit
 from remuda.domain.text import truncate
 
 #: Seconds between two audits of GitHub's queue, a little less than the interval of the schedule.
@@ -33,9 +36,6 @@ MAX_OVERDUE = 50
 #: Maximum number of sets that a sentence names.
 MAX_NAMED_SETS = 5
 
-_WAITING_JOB = "waiting-job:"
-_AUDITED = "queue-read:"
-_UNAUDITED = "unaudited:"
 _SELF_HOSTED = "self-hosted"
 #: Beginnings of the labels of GitHub's own runners.
 _HOSTED_LABELS = ("ubuntu-", "windows-", "macos-")
@@ -128,9 +128,9 @@ def find_unassigned(
 # Storage ------------------------------------------------------------------------------------------------------------
 
 
-def newest_queues(first_seen: Mapping[str, datetime], records: Iterable[DemandRecord]) -> list[RepositoryQueue]:
+def newest_queues(audit: QueueAudit, records: Iterable[DemandRecord]) -> list[RepositoryQueue]:
     """The newest reading of each repository, by the listener or by the audit."""
-    found = {item.repository.lower(): item for item in _audited_queues(first_seen)}
+    found = {queue.repository.lower(): queue for queue in audit.queues}
     for queue in (queue for record in records for queue in record.queues):
         before = found.get(queue.repository.lower())
         if before is None or before.read_at <= queue.read_at:
@@ -138,65 +138,26 @@ def newest_queues(first_seen: Mapping[str, datetime], records: Iterable[DemandRe
     return [found[name] for name in sorted(found)]
 
 
-def _audited_queues(first_seen: Mapping[str, datetime]) -> list[RepositoryQueue]:
-    read_at = {name.lower(): at for anomaly, at in first_seen.items() if (name := parse_audited(anomaly))}
-    jobs: dict[str, list[QueuedJob]] = {name: [] for name in read_at}
-    for anomaly, at in first_seen.items():
-        if (job := parse_job(anomaly, at)) is not None:
-            jobs.setdefault(job.repository.lower(), []).append(job)
-    return [
-        # The record of an earlier version has no time of the reading; the job was in the queue at this one.
-        RepositoryQueue(repository=name, read_at=read_at.get(name) or of_it[0].queued_at, jobs=tuple(of_it))
-        for name, of_it in jobs.items()
-    ]
-
-
 def is_old(queue: RepositoryQueue, now: datetime) -> bool:
     return now - queue.read_at > timedelta(seconds=QUEUE_OLD_S)
 
 
-def job_anomaly(job: QueuedJob) -> str:
-    """The name of a queued job among the anomalies of the sweeps; its time there is `queued_at`."""
-    fields = [job.repository, job.run_id, job.job_id, job.name, job.labels]
-    return _WAITING_JOB + json.dumps(fields, separators=(",", ":"))
+def fit_into_record(queues: Iterable[RepositoryQueue], *, room: int) -> tuple[RepositoryQueue, ...]:
+    """The queues without the last jobs, for which there is no room in a record. `room` is in characters."""
+    fitting = []
+    for queue in queues:
+        kept = []
+        for job in queue.jobs:
+            room -= stored_size(job)
+            if room >= 0:
+                kept.append(job)
+        fitting.append(replace(queue, jobs=tuple(kept)))
+    return tuple(fitting)
 
 
-def parse_job(anomaly: str, at: datetime) -> QueuedJob | None:
-    """None if the anomaly is another, or of another version."""
-    if not anomaly.startswith(_WAITING_JOB):
-        return None
-    try:
-        repository, run_id, job_id, name, labels = json.loads(anomaly.removeprefix(_WAITING_JOB))
-        if not all(isinstance(text, str) for text in (repository, run_id, job_id, name, *labels)):
-            return None
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return QueuedJob(job_id=job_id, run_id=run_id, repository=repository, name=name, labels=tuple(labels), queued_at=at)
-
-
-def audited_anomaly(repository: str) -> str:
-    """The name of the observation that the queue of a repository was read; its time there is that of the reading."""
-    return _AUDITED + truncate(repository, MAX_TEXT)
-
-
-def parse_audited(anomaly: str) -> str:
-    """The repository; empty if the anomaly is another."""
-    return truncate(anomaly.removeprefix(_AUDITED), MAX_TEXT) if anomaly.startswith(_AUDITED) else ""
-
-
-def unaudited_anomaly(repository: str, reason: str) -> str:
-    return _UNAUDITED + json.dumps([truncate(repository, MAX_TEXT), truncate(reason, MAX_TEXT)])
-
-
-def parse_unaudited(anomaly: str) -> tuple[str, str]:
-    """Repository and reason; empty if the anomaly is another."""
-    if not anomaly.startswith(_UNAUDITED):
-        return "", ""
-    try:
-        repository, reason = json.loads(anomaly.removeprefix(_UNAUDITED))
-    except (ValueError, TypeError, RecursionError):
-        return "", ""
-    return truncate(str(repository), MAX_TEXT), truncate(str(reason), MAX_TEXT)
+def stored_size(job: QueuedJob) -> int:
+    """Characters of a job in a record."""
+    return len(json.dumps(to_document(job)))
 
 
 # Labels -------------------------------------------------------------------------------------------------------------
@@ -206,8 +167,8 @@ def labels_by_run(instances: Iterable[Instance]) -> dict[str, tuple[str, ...]]:
     """The labels of the runners of each run with its own provision."""
     found: dict[str, dict[str, None]] = {}
     for item in instances:
-        if item.run_id and not item.runner_set and item.assignment is not None:
-            found.setdefault(item.run_id, {}).update(dict.fromkeys(item.assignment.labels))
+        if isinstance(item.holder, RunHolder) and item.assignment is not None:
+            found.setdefault(item.holder.run_id, {}).update(dict.fromkeys(item.assignment.labels))
     return {run_id: tuple(labels) for run_id, labels in found.items()}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from remuda.domain.holder import Holder
 from remuda.domain.instance import HistoryEntry, Instance, State
 from remuda.domain.resources import UsageClass
 
@@ -34,7 +35,7 @@ _PHASES = {
 }
 #: Row of the transition table that tells a running machine of a set the run of its job.
 _BIND = "bind"
-#: Phases that belong to a run.
+#: Phases in which the instance serves its holder.
 _ASSIGNED = frozenset({MachinePhase.BOOTING, MachinePhase.CLAIMED, MachinePhase.RUNNING, MachinePhase.RELEASING})
 
 
@@ -49,8 +50,8 @@ class Span:
     phase: MachinePhase
     begin: datetime
     end: datetime
-    #: The run that the instance served, the holder id of its set before its job started, or empty.
-    run_id: str = ""
+    #: Who held the instance; None while nobody did.
+    holder: Holder | None = None
 
     @property
     def seconds(self) -> float:
@@ -70,18 +71,19 @@ def spans_of(instance: Instance, history: Sequence[HistoryEntry], *, now: dateti
     """Divide the lifetime into adjacent spans. They cover it completely, even if the history is incomplete."""
     begin, end = lifetime(instance, history, now=now)
     found: list[Span] = []
-    phase, run_id, at = MachinePhase.UNKNOWN, "", begin
+    holder: Holder | None
+    phase, holder, at = MachinePhase.UNKNOWN, None, begin
     for entry in [item for item in history if item.source is not item.target or item.transition == _BIND]:
         # Clocks differ: a later entry may have an earlier time.
         until = min(max(entry.at, at), end)
-        found.append(_span(instance, phase, at, until, run_id))
+        found.append(_span(instance, phase, at, until, holder))
         phase, at = _PHASES.get(entry.target, MachinePhase.UNKNOWN), until
-        run_id = entry.run_id if phase in _ASSIGNED else ""
-    found.append(_span(instance, phase, at, end, run_id))
+        holder = entry.holder if phase in _ASSIGNED else None
+    found.append(_span(instance, phase, at, end, holder))
     return [span for span in found if span.end > span.begin]
 
 
-def _span(instance: Instance, phase: MachinePhase, begin: datetime, end: datetime, run_id: str) -> Span:
+def _span(instance: Instance, phase: MachinePhase, begin: datetime, end: datetime, holder: Holder | None) -> Span:
     return Span(
         instance_id=instance.instance_id,
         instance_type=instance.instance_type,
@@ -90,7 +92,7 @@ def _span(instance: Instance, phase: MachinePhase, begin: datetime, end: datetim
         phase=phase,
         begin=begin,
         end=end,
-        run_id=run_id,
+        holder=holder,
     )
 
 

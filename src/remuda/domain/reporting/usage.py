@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from remuda.domain.demand import JobRecord
+from remuda.domain.holder import subject_of
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionKind, ProvisionOutcome, RunnerSource
 from remuda.domain.reporting.prices import MONEY_DIGITS, PriceTable, format_money
@@ -39,8 +40,8 @@ class CostBreakdown:
     by_class: Mapping[str, float]
     by_usage: Mapping[str, float]
     by_type: Mapping[str, float]
-    #: The empty key holds the costs of idle, ending and unknown phases, a holder id those of a set's runners without a
-    #: job.
+    #: The empty key holds the costs of idle, ending and unknown phases, `set.` and a name those of a set's
+    #: runners without a job whose run is known.
     by_run: Mapping[str, float]
     #: Hours of types without a known price, by type and usage class.
     unpriced_hours: Mapping[str, float]
@@ -200,7 +201,7 @@ def usage_report(
         hours=_sums(spans, _hours(spans), key=lambda span: span.phase.value),
         costs=costs,
         savings=_savings(
-            outcomes, instances, prices, registration_times, costs.by_phase.get(MachinePhase.IDLE.value, 0.0)
+            finished, instances, prices, registration_times, costs.by_phase.get(MachinePhase.IDLE.value, 0.0)
         ),
         failures=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
         retirements=_retirements(histories, since, until),
@@ -262,7 +263,8 @@ def usage_summary(
     until: datetime,
 ) -> UsageSummary:
     """Return the same numbers as `usage_report`, from costs per machine that the caller may cache."""
-    outcomes = [outcome for _, outcome in _finished(provisions, since, until)]
+    finished = _finished(provisions, since, until)
+    outcomes = [outcome for _, outcome in finished]
     idle_cost = sum(item.idle_cost for item in costs)
     return UsageSummary(
         since=since,
@@ -273,7 +275,7 @@ def usage_summary(
         reused=_reused(outcomes),
         created=_created(outcomes),
         cost=sum(item.cost for item in costs),
-        savings=_savings(outcomes, instances, prices, _registration_times(outcomes), idle_cost),
+        savings=_savings(finished, instances, prices, _registration_times(outcomes), idle_cost),
         unpriced=tuple(sorted({item.unpriced for item in costs if item.unpriced})),
     )
 
@@ -397,13 +399,13 @@ def _costs(spans: Sequence[Span], prices: PriceTable) -> CostBreakdown:
         by_class=_sums(spans, costs, key=lambda span: span.resource_class),
         by_usage=_sums(spans, costs, key=lambda span: span.usage_class.value),
         by_type=_sums(spans, costs, key=lambda span: span.instance_type),
-        by_run=_sums(spans, costs, key=lambda span: span.run_id),
+        by_run=_sums(spans, costs, key=lambda span: subject_of(span.holder)),
         unpriced_hours=_sums(unpriced, _hours(unpriced), key=lambda span: f"{span.instance_type} {span.usage_class}"),
     )
 
 
 def _savings(
-    outcomes: Sequence[ProvisionOutcome],
+    finished: Sequence[tuple[Provision, ProvisionOutcome]],
     instances: Sequence[Instance],
     prices: PriceTable,
     registration_times: Mapping[str, DurationStats],
@@ -414,15 +416,18 @@ def _savings(
         return Savings(boot_s=None, waiting_s=0.0, boot_hours=0.0, boot_cost=0.0, idle_cost=idle_cost)
     known = {item.instance_id: item for item in instances}
     waiting_s = boot_hours = boot_cost = 0.0
-    for outcome in outcomes:
+    for provision, outcome in finished:
         if outcome.error:
             continue
-        if outcome.kind is ProvisionKind.WARM:
+        if outcome.kind is ProvisionKind.WARM and not provision.runner_set:
             waiting_s += max(0.0, boots.p50 - outcome.seconds)
         from_pool = [item for item in outcome.acquired if item.source is RunnerSource.POOL]
         # The list of runners is bounded; each listed runner stands for several.
         weight = outcome.reused / len(from_pool) if from_pool else 0.0
         for item in from_pool:
+            if provision.runner_set:
+                # Each runner of a set has its own job. A run waits for all of its runners.
+                waiting_s += weight * max(0.0, boots.p50 - item.seconds)
             instance = known.get(item.instance_id)
             price = prices.hourly(instance.instance_type, instance.usage_class) if instance else None
             boot_hours += weight * boots.p50 / HOUR_S
@@ -439,5 +444,9 @@ def _retirements(histories: Mapping[str, Sequence[HistoryEntry]], since: datetim
 
 def _point(item: Provision, outcome: ProvisionOutcome) -> ProvisionPoint:
     return ProvisionPoint(
-        at=item.created_at, run_id=item.run_id, kind=outcome.kind.value, seconds=outcome.seconds, count=item.count
+        at=item.created_at,
+        run_id=item.subject,
+        kind=outcome.kind.value,
+        seconds=outcome.seconds,
+        count=item.count,
     )

@@ -11,12 +11,13 @@ from typing import Self
 
 from remuda.domain.decide.next_step import has_failed
 from remuda.domain.demand import AFTER_LOSS
-from remuda.domain.instance import ABSORBING, Instance, State, holder_id
+from remuda.domain.holder import set_subject
+from remuda.domain.instance import ABSORBING, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, ProvisionEnding, ProvisionStatus, describe_status
 from remuda.domain.reporting.demand import DemandStatus, SessionState
-from remuda.domain.reporting.ended_runs import RELEASE_JOB, unreleased_warnings
 from remuda.domain.signals import Report
+from remuda.domain.sweep_record import RunAnswer
 from remuda.domain.thresholds import HEARTBEAT_DEAD_AFTER_S, Lifetimes
 from remuda.domain.timestamps import after
 
@@ -27,8 +28,6 @@ MAX_TERMINATION_S = 900.0
 MAX_SWEEP_PAUSE_S = 900.0
 #: The same for sweeps that are repeated within seconds.
 MIN_SWEEP_PAUSE_S = 60.0
-#: Name under which sweeps store that time, among the times of their anomalies.
-SWEEP_DUE = "sweep-due"
 #: Maximum number of warnings about waiting jobs, lost jobs, and runs.
 MAX_WAITING_JOBS = 20
 MAX_LOST_JOBS = 20
@@ -36,6 +35,8 @@ MAX_RUNS = 20
 #: A running job has a warning if it has less time left than this, in seconds and as a share of its maximum runtime.
 EXPIRY_WARNING_S = 600.0
 EXPIRY_WARNING_SHARE = 0.1
+#: What the author of a workflow whose runs end without a release must add.
+RELEASE_JOB = "add a release job with if: always() to its workflow"
 #: What to do about lost instances of a run that is not released.
 REPLACE_LOST = "if a job still waits, cancel the run on GitHub and choose 'Re-run all jobs'"
 #: Seconds in which the failure of a run, or the loss of a job, is a warning.
@@ -130,7 +131,7 @@ class WarningKind(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolWarning:
     kind: WarningKind
-    #: Instance id, run id, job id, holder id of a set, runner name or scope, or empty.
+    #: Instance id, run id, job id, `set.` and the name of a set, runner name or scope, or empty.
     subject: str
     text: str
 
@@ -142,16 +143,14 @@ def find_warnings(
     provisions: Sequence[Provision],
     *,
     lost: Mapping[str, Sequence[str]],
-    lost_with_job: frozenset[str],
     ended: Mapping[str, Instance],
     sweep_due: datetime | None,
     now: datetime,
 ) -> list[PoolWarning]:
     """Return the warnings about the pool, then those about runs and about each instance.
 
-    `lost` has the lost instances by provision id, and `ended` their records as far as known. `lost_with_job` are the
-    instances of runner sets whose loss is a warning about their job. `sweep_due` is the time until which a sweep must
-    have run; None if none has run yet.
+    `lost` has the lost instances by provision id, and `ended` their records as far as known. `sweep_due` is the time
+    until which a sweep must have run; None if none has run yet.
     """
     if config is None:
         text = "the pool has no configuration yet: run remuda refresh"
@@ -163,7 +162,7 @@ def find_warnings(
         *_token_warnings(config, now),
         *_runner_warnings(config, now),
         *_overdue_warnings(provisions, now, margin_s),
-        *_run_warnings(provisions, lost, lost_with_job, ended, now),
+        *_run_warnings(provisions, lost, ended, now),
     ]
     runs = {item.provision_id: item for item in provisions}
     for instance in instances:
@@ -184,9 +183,9 @@ def find_demand_warnings(demand: DemandStatus, *, now: datetime) -> Iterator[Poo
     """Sets that cannot be served, then jobs that were lost, then those that wait too long."""
     for item in demand.sets:
         if item.session is not SessionState.OPEN or not item.is_current:
-            yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(item.name), text=item.detail)
+            yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=set_subject(item.name), text=item.detail)
     for name, text in demand.disagreements.items():
-        yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=holder_id(name), text=text)
+        yield PoolWarning(kind=WarningKind.RUNNER_SET, subject=set_subject(name), text=text)
     for repository, reason in demand.unaudited.items():
         text = f"its waiting jobs cannot be checked: {reason}"
         yield PoolWarning(kind=WarningKind.WAITING_JOB, subject=repository, text=text)
@@ -219,16 +218,14 @@ def _sweep_warnings(due: datetime, now: datetime) -> Iterator[PoolWarning]:
 def _run_warnings(
     provisions: Sequence[Provision],
     lost: Mapping[str, Sequence[str]],
-    lost_with_job: frozenset[str],
     ended: Mapping[str, Instance],
     now: datetime,
 ) -> Iterator[PoolWarning]:
     """About the newest provision of each run and class: a run that was provisioned again has recovered."""
     newest: dict[tuple[str, str], Provision] = {}
     for item in sorted(provisions, key=lambda item: item.created_at, reverse=True):
-        newest.setdefault((item.run_id, item.resource_class), item)
-    others = (item for item in newest.values() if not item.runner_set or lost_with_job.isdisjoint(item.instance_ids))
-    found = (warning for item in others if (warning := _run_warning(item, lost, ended, now)) is not None)
+        newest.setdefault((item.holder.key, item.resource_class), item)
+    found = (warning for item in newest.values() if (warning := _run_warning(item, lost, ended, now)) is not None)
     yield from islice(found, MAX_RUNS)
 
 
@@ -239,27 +236,32 @@ def _run_warning(
         ids = lost[run.provision_id]
         reasons = dict.fromkeys(ended[item].retire_text for item in ids if item in ended)
         text = "; ".join(filter(None, (describe_status(run, ids), *reasons, REPLACE_LOST)))
-        return PoolWarning(kind=WarningKind.LOST_INSTANCE, subject=run.run_id, text=text)
+        return PoolWarning(kind=WarningKind.LOST_INSTANCE, subject=run.subject, text=text)
     if run.released_at is None or (now - run.released_at).total_seconds() > RECENT_FAILURE_S:
         return None
     at = f"{run.released_at:%H:%M:%S} UTC"
     if run.ending is ProvisionEnding.FAILED:
-        return PoolWarning(kind=WarningKind.PROVISION_FAILED, subject=run.run_id, text=f"failed at {at}: {run.reason}")
+        return PoolWarning(kind=WarningKind.PROVISION_FAILED, subject=run.subject, text=f"failed at {at}: {run.reason}")
     if run.ending is ProvisionEnding.EXPIRED and not run.runner_set:
-        return PoolWarning(kind=WarningKind.RUN_EXPIRED, subject=run.run_id, text=f"expired at {at}: {run.why}")
+        return PoolWarning(kind=WarningKind.RUN_EXPIRED, subject=run.subject, text=f"expired at {at}: {run.why}")
     if run.ending is ProvisionEnding.UNRELEASED:
         text = f"a sweep released it at {at}: {run.why}; {RELEASE_JOB}"
-        return PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=run.run_id, text=text)
+        return PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=run.subject, text=text)
     return None
 
 
 def find_unreleased(
-    config: PoolConfig, first_seen: Mapping[str, datetime], provisions: Sequence[Provision], *, now: datetime
+    config: PoolConfig, answers: Sequence[RunAnswer], provisions: Sequence[Provision], *, now: datetime
 ) -> Iterator[PoolWarning]:
-    """Runs that have ended and still hold their instances. `first_seen` has the anomalies of the sweeps."""
-    grace_s = config.lifetimes.ended_run_grace_s
-    for run_id, text in unreleased_warnings(first_seen, provisions, grace_s=grace_s, now=now):
-        yield PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=run_id, text=text)
+    """Runs that have ended and still hold their instances, in the time that their release jobs have."""
+    for answer in answers:
+        of_run = [item for item in provisions if item.run_id == answer.run_id and not item.runner_set]
+        if answer.ended_at is None or (of_run and all(item.status is ProvisionStatus.RELEASED for item in of_run)):
+            continue
+        left_s = (after(answer.ended_at, config.lifetimes.ended_run_grace_s) - now).total_seconds()
+        when = f"in {left_s / 60:.0f} min" if left_s >= 60 else "with the next sweep"
+        text = f"its run has ended and still holds its instances: refresh releases them {when}; {RELEASE_JOB}"
+        yield PoolWarning(kind=WarningKind.RUN_UNRELEASED, subject=answer.run_id, text=text)
 
 
 def _budget_warnings(config: PoolConfig, now: datetime) -> Iterator[PoolWarning]:
@@ -286,7 +288,7 @@ def _overdue_warnings(provisions: Sequence[Provision], now: datetime, margin_s: 
         over_s = (now - item.deadline).total_seconds()
         if item.status is ProvisionStatus.OPEN and over_s > margin_s:
             text = f"its provision is open {_duration(over_s)} after its deadline: refresh releases its instances"
-            yield PoolWarning(kind=WarningKind.OVERDUE, subject=item.run_id, text=text)
+            yield PoolWarning(kind=WarningKind.OVERDUE, subject=item.subject, text=text)
 
 
 def _instance_warnings(

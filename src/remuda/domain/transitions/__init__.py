@@ -3,7 +3,6 @@
 from remuda.domain.instance import Actor, RetireReason
 from remuda.domain.transitions.apply import (
     MAX_WHY,
-    UNKNOWN_RUN,
     Change,
     WriteCondition,
     advance,
@@ -36,7 +35,6 @@ from remuda.domain.transitions.table import (
 __all__ = [
     "MAX_WHY",
     "TRANSITIONS",
-    "UNKNOWN_RUN",
     "Actor",
     "Announce",
     "Bind",

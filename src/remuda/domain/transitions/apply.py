@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from remuda.domain.errors import IllegalTransition
+from remuda.domain.holder import SetHolder, StartedJob
 from remuda.domain.instance import (
     RETIREMENTS,
     SINGLE_USE,
@@ -45,8 +46,6 @@ from remuda.domain.transitions.table import (
     Transition,
 )
 
-#: The run of a job that neither GitHub's event nor a hook has named.
-UNKNOWN_RUN = "unknown"
 #: Maximum characters of a history entry's text and of a retire detail.
 MAX_WHY = 300
 
@@ -68,8 +67,6 @@ _ROW_OF_EVENT: dict[type, str] = {
     Quarantine: "quarantine",
     Confirm: "confirm",
 }
-#: Fields of which each row that keeps the state of a used instance changes one. Its agent's credential is no matter.
-_CHANGED_IN_STATE = ("run_id", "threshold", "retire_reason", "quarantined_until")
 #: Fields by which a run selects an instance, besides its tier.
 _SELECTED_BY = ("resource_class", "instance_type", "usage_class", "cpu", "memory_mib")
 
@@ -83,8 +80,8 @@ class WriteCondition:
     epoch: int
     #: Fields with the values that the record must have.
     equals: tuple[tuple[str, Any], ...] = ()
-    #: Required owner of the assignment, or None for any.
-    owner: str | None = None
+    #: Required token of the claim or launch, or None for any.
+    claim: str | None = None
     #: The threshold must be later than this.
     threshold_after: datetime | None = None
     #: The threshold must not be later than this.
@@ -106,7 +103,7 @@ class WriteCondition:
             record.state is self.state
             and record.epoch == self.epoch
             and all(getattr(record, name) == value for name, value in self.equals)
-            and (self.owner is None or record.owner == self.owner)
+            and (self.claim is None or record.claim == self.claim)
             and (self.threshold_after is None or record.threshold > self.threshold_after)
             and (self.threshold_at_or_before is None or record.threshold <= self.threshold_at_or_before)
             and not (self.not_retired and record.retire_reason is not None)
@@ -133,11 +130,6 @@ class Change:
         if record is None:
             return Instance(**self.sets)
         return replace(record, **self.sets)
-
-    def only_for(self, record: Instance) -> Change:
-        """The change on condition that no one has changed the record meanwhile: its result is known without a read."""
-        equals = dict(self.condition.equals) | {name: getattr(record, name) for name in _CHANGED_IN_STATE}
-        return replace(self, condition=replace(self.condition, equals=tuple(equals.items())))
 
 
 def create(record: Instance, *, by: Actor, why: str) -> Change:
@@ -167,7 +159,7 @@ def _insert(row: Transition, record: Instance, *, by: Actor, at: datetime, why: 
             source=None,
             target=record.state,
             epoch=record.epoch,
-            run_id=record.run_id or record.last_run_id,
+            holder=record.latest_holder,
             by=by,
             why=why[:MAX_WHY],
             retire_reason=RetireReason.UNRECORDED if record.state is State.TERMINATING else None,
@@ -210,7 +202,7 @@ def advance(instance: Instance, event: Event, *, by: Actor, now: datetime, why: 
             source=instance.state,
             target=row.target or instance.state,
             epoch=int(sets.get("epoch", instance.epoch)),
-            run_id=str(sets.get("run_id") or instance.run_id or instance.last_run_id),
+            holder=sets.get("holder") or instance.latest_holder,
             by=by,
             why=why[:MAX_WHY],
             retire_reason=_end_reason(instance, event) if isinstance(event, End) else None,
@@ -230,8 +222,8 @@ def _find_row(instance: Instance, event: Event, by: Actor) -> Transition:
         raise _illegal(instance, f"{name} from {instance.state}")
     if by not in row.by:
         raise _illegal(instance, f"{name} from {instance.state} by {by}")
-    if by is Actor.PROVISION and isinstance(event, End | Release) and not event.owner:
-        raise _illegal(instance, f"{name} by a provision that does not name the owner")
+    if by is Actor.PROVISION and isinstance(event, End | Release) and not event.claim:
+        raise _illegal(instance, f"{name} by a provision that does not name its claim")
     if isinstance(event, End):
         if event.reason not in row.reasons:
             raise _illegal(instance, f"{name} from {instance.state} because {event.reason}")
@@ -253,8 +245,8 @@ def _check_end(instance: Instance, event: End) -> None:
         verdict = (removal_verdict if releasing else registration_verdict)(event.report, instance.epoch)
         if verdict is not Verdict.FAILED:
             raise _illegal(instance, "end for failure without a failed signal of this epoch")
-    if event.reason is RetireReason.TIMED_OUT and instance.state is State.CLAIMED and not event.owner:
-        raise _illegal(instance, "end of a claim for a timeout that is not its owner's")
+    if event.reason is RetireReason.TIMED_OUT and instance.state is State.CLAIMED and not event.claim:
+        raise _illegal(instance, "end for a timeout that is not that of its claim")
     if event.reason in RETIREMENTS and instance.state is State.RELEASING:
         clean = removal_verdict(event.report, instance.epoch) is Verdict.OK
         if not clean:
@@ -271,9 +263,7 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondi
         case Commit() | Equip() | Bind() | ListenOn() | Fill():
             return _effect_of_start(instance, event, alive, timed, now)
         case Release():
-            # A release of a listening runner must not overwrite the run of a job that was recorded meanwhile.
-            unbound = (("run_id", instance.run_id),) if instance.runner_set else ()
-            return replace(timed, owner=event.owner, equals=(*timed.equals, *unbound)), _release(instance, event, now)
+            return _without_new_job(instance, replace(timed, claim=event.claim)), _release(instance, event, now)
         case Extend():
             return _extend(instance, event, timed, now)
         case RenewCredential():
@@ -285,9 +275,7 @@ def _effect(instance: Instance, event: Event, now: datetime) -> tuple[WriteCondi
         case Renew():
             return _not_shortened(replace(alive, not_retired=True), {"threshold": event.until})
         case Retire():
-            # The first reason stands: a drain must not overwrite a quarantine that was written later.
-            condition = replace(alive, not_retired=instance.retire_reason is None, equals=_unknown_job(instance, event))
-            return condition, {"retire_reason": event.reason, "retire_detail": event.detail[:MAX_WHY]}
+            return _retire(instance, event, alive)
         case Quarantine():
             return _quarantine(instance, event, alive)
         case End():
@@ -308,7 +296,7 @@ def _effect_of_start(
         case Commit():
             return _commit(instance, event, alive, now)
         case Equip():
-            return _equip(instance, event, alive, now)
+            return _equip(instance, event, timed, now)
         case Bind():
             return _bind(instance, event, timed, now)
         case ListenOn():
@@ -317,9 +305,14 @@ def _effect_of_start(
             return _fill(instance, event, timed, now)
 
 
-def _unknown_job(instance: Instance, event: Retire) -> tuple[tuple[str, Any], ...]:
-    """Condition of a retirement for an unknown job: no one has recorded the job meanwhile."""
-    return (("run_id", instance.run_id),) if event.reason is RetireReason.UNTRUSTED_JOB else ()
+def _without_new_job(instance: Instance, condition: WriteCondition) -> WriteCondition:
+    """The condition, and for an instance of a runner set that no one has recorded a job meanwhile.
+
+    Example: the release or the end of a listening runner must not overwrite the job that a message has named since.
+    """
+    if not isinstance(instance.holder, SetHolder):
+        return condition
+    return replace(condition, equals=(*condition.equals, ("holder", instance.holder)))
 
 
 def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[WriteCondition, dict[str, Any]]:
@@ -343,10 +336,9 @@ def _claim(instance: Instance, event: Claim, now: datetime) -> tuple[WriteCondit
         "epoch": instance.epoch + 1,
         "tier": event.tier,
         "repository": only_repository,
-        "run_id": event.run_id,
-        "owner": event.owner,
-        "provision_id": event.provision_id,
-        "runner_set": event.runner_set,
+        "holder": event.holder,
+        "last_holder": None,
+        "claim": event.claim,
         "scope": event.scope,
         "threshold": to_milliseconds(event.threshold),
         "assignment": event.assignment,
@@ -360,16 +352,17 @@ def _commit(
 ) -> tuple[WriteCondition, dict[str, Any]]:
     if registration_verdict(event.report, instance.epoch) is not Verdict.OK:
         raise _illegal(instance, "commit without UD_REG_OK of this epoch")
-    return replace(alive, owner=event.owner), {
+    return replace(alive, claim=event.claim), {
         "threshold": after(now, event.max_runtime_s),
         "assignment": _with_credential(instance, None),
     }
 
 
 def _equip(
-    instance: Instance, event: Equip, alive: WriteCondition, now: datetime
+    instance: Instance, event: Equip, timed: WriteCondition, now: datetime
 ) -> tuple[WriteCondition, dict[str, Any]]:
-    if not instance.runner_set or instance.assignment is None or not event.jit_config or not event.runner_id:
+    is_held = isinstance(instance.holder, SetHolder)
+    if not is_held or instance.assignment is None or not event.jit_config or not event.runner_id:
         raise _illegal(instance, "just-in-time registration of an instance that no runner set holds")
     if instance.state is State.CREATED and boot_verdict(event.report, instance.epoch) is not Verdict.OK:
         raise _illegal(instance, "start of the runner without UD_OK of this epoch")
@@ -382,7 +375,8 @@ def _equip(
         # Also on a new instance: it would pass or refuse the same job by chance otherwise.
         only_trusted=event.strict and instance.tier is Tier.TRUSTED,
     )
-    return replace(alive, owner=event.owner), {
+    # An instance that was retired meanwhile gets no job.
+    return replace(timed, claim=event.claim, not_retired=instance.retire_reason is None), {
         **_listening(now, event.listening_time_s, event.max_runtime_s),
         "assignment": assignment,
     }
@@ -396,8 +390,8 @@ def _listening(now: datetime, listening_time_s: float, max_runtime_s: float) -> 
 def _bind(
     instance: Instance, event: Bind, timed: WriteCondition, now: datetime
 ) -> tuple[WriteCondition, dict[str, Any]]:
-    assignment = instance.assignment
-    if instance.is_bound or assignment is None:
+    assignment, holder = instance.assignment, instance.holder
+    if not isinstance(holder, SetHolder) or holder.job is not None or assignment is None:
         raise _illegal(instance, "job on an instance that no runner set holds, or that has one already")
     by_event = bool(event.runner_name) and event.runner_name == assignment.runner_name
     if not by_event and not _has_had_job(event.report, instance.epoch):
@@ -408,8 +402,9 @@ def _bind(
     if instance.tier is Tier.UNTRUSTED:
         tier = Tier.UNTRUSTED
     is_first_use = instance.uses == 0 and not instance.repository
+    job = StartedJob(run_id=event.run_id if by_event else "")
     sets: dict[str, Any] = {
-        "run_id": event.run_id if by_event and event.run_id else UNKNOWN_RUN,
+        "holder": replace(holder, job=job),
         "tier": tier,
         "repository": repository if is_first_use or repository == instance.repository else "",
         "threshold": after(now, event.max_runtime_s),
@@ -421,11 +416,10 @@ def _bind(
     is_lowered = tier is Tier.UNTRUSTED and Tier.TRUSTED in {event.set_tier, instance.tier}
     is_retired = is_lowered and instance.retire_reason is None
     if is_retired:
-        detail = f"run {sets['run_id']}" if by_event else "its run is unknown"
+        detail = f"run {job.run_id}" if job.run_id else "its run is unknown"
         sets |= {"retire_reason": RetireReason.UNTRUSTED_JOB, "retire_detail": detail}
     earliest = now - timedelta(seconds=event.margin_s)
-    equals = (*timed.equals, ("run_id", instance.run_id))
-    return replace(timed, threshold_after=earliest, equals=equals, not_retired=is_retired), sets
+    return _without_new_job(instance, replace(timed, threshold_after=earliest, not_retired=is_retired)), sets
 
 
 def _has_had_job(report: Report | None, epoch: int) -> bool:
@@ -438,7 +432,7 @@ def _has_had_job(report: Report | None, epoch: int) -> bool:
 def _listen_on(
     instance: Instance, event: ListenOn, timed: WriteCondition, now: datetime
 ) -> tuple[WriteCondition, dict[str, Any]]:
-    if instance.is_bound or not instance.runner_set:
+    if instance.is_bound:
         raise _illegal(instance, "renewal of a runner that has a job or that no set holds")
     if event.report.epoch != instance.epoch or event.report.busy or not event.report.listening:
         raise _illegal(instance, "renewal of a runner that does not listen in this epoch, or is busy")
@@ -447,19 +441,19 @@ def _listen_on(
         # Its listener has started, so the configuration is not needed any more.
         "assignment": _with_credential(instance, None),
     }
-    return _not_shortened(replace(timed, equals=(*timed.equals, ("run_id", instance.run_id))), sets)
+    return _not_shortened(_without_new_job(instance, timed), sets)
 
 
 def _fill(
     instance: Instance, event: Fill, timed: WriteCondition, now: datetime
 ) -> tuple[WriteCondition, dict[str, Any]]:
-    if not instance.runner_set or instance.retire_reason is not None:
+    if not isinstance(instance.holder, SetHolder) or instance.retire_reason is not None:
         raise _illegal(instance, "pooling of a new instance that no runner set launched, or that is retired")
     if boot_verdict(event.report, instance.epoch) is not Verdict.OK:
         raise _illegal(instance, "pooling of a new instance without UD_OK of this epoch")
-    return replace(timed, owner=event.owner, not_retired=True), {
-        "run_id": "",
-        "last_run_id": instance.run_id,
+    return replace(timed, claim=event.claim, not_retired=True), {
+        "holder": None,
+        "last_holder": instance.holder,
         "assignment": None,
         "announced_at": None,
         "threshold": after(now, event.idle_time_s),
@@ -471,8 +465,8 @@ def _release(instance: Instance, event: Release, now: datetime) -> dict[str, Any
     if assignment is not None and event.deregistered:
         assignment = replace(assignment, runner_id=0)
     return {
-        "run_id": "",
-        "last_run_id": instance.run_id,
+        "holder": None,
+        "last_holder": instance.holder,
         "run_deadline": instance.deadline(busy=True),
         "threshold": _at_least_quarantine(instance, after(now, event.release_time_s)),
         "assignment": assignment,
@@ -482,6 +476,14 @@ def _release(instance: Instance, event: Release, now: datetime) -> dict[str, Any
 def _not_shortened(condition: WriteCondition, sets: dict[str, Any]) -> tuple[WriteCondition, dict[str, Any]]:
     """Reject a write that is late, or made with a slow clock, if another one has given the instance more time."""
     return replace(condition, threshold_at_or_before=sets["threshold"]), sets
+
+
+def _retire(instance: Instance, event: Retire, alive: WriteCondition) -> tuple[WriteCondition, dict[str, Any]]:
+    # The first reason stands: a drain must not overwrite a quarantine that was written later.
+    condition = replace(alive, not_retired=instance.retire_reason is None)
+    if event.reason is RetireReason.UNTRUSTED_JOB:
+        condition = _without_new_job(instance, condition)
+    return condition, {"retire_reason": event.reason, "retire_detail": event.detail[:MAX_WHY]}
 
 
 def _quarantine(instance: Instance, event: Quarantine, alive: WriteCondition) -> tuple[WriteCondition, dict[str, Any]]:
@@ -538,15 +540,13 @@ def _end(instance: Instance, event: End, now: datetime) -> tuple[WriteCondition,
         state=instance.state,
         epoch=instance.epoch,
         threshold_at_or_before=now - timedelta(seconds=event.margin_s) if expired else None,
-        owner=event.owner,
+        claim=event.claim,
         max_quarantined_until=now if _respects_quarantine(instance, event) else None,
-        # It must not overwrite the run of a job that was recorded meanwhile.
-        equals=(("run_id", instance.run_id),) if instance.runner_set and instance.run_id else (),
     )
     reason, detail = _final_reason(instance, event)
-    return condition, {
-        "run_id": "",
-        "last_run_id": instance.run_id or instance.last_run_id,
+    return _without_new_job(instance, condition), {
+        "holder": None,
+        "last_holder": instance.latest_holder,
         "assignment": None,
         "announced_at": None,
         "retire_reason": reason,

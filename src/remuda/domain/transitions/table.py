@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from remuda.domain.holder import Holder
 from remuda.domain.instance import RETIREMENTS, Actor, Assignment, Credential, RetireReason, State
 from remuda.domain.resources import Reuse, Tier
 from remuda.domain.signals import Report
@@ -15,9 +16,9 @@ from remuda.domain.signals import Report
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    run_id: str
-    owner: str
-    provision_id: str
+    holder: Holder
+    #: Token of this claim.
+    claim: str
     scope: str
     tier: Tier
     threshold: datetime
@@ -26,15 +27,14 @@ class Claim:
     reuse: Reuse = Reuse.SAME_TRUST
     #: The run's repository in lower case.
     repository: str = ""
-    #: The runner set that claims the instance; empty for a run.
-    runner_set: str = ""
     #: Seconds that must remain until the instance's threshold.
     margin_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    owner: str
+    #: Token of the claim or launch that registered.
+    claim: str
     report: Report | None
     max_runtime_s: float
 
@@ -43,7 +43,8 @@ class Commit:
 class Equip:
     """A just-in-time registration exists for the instance's runner name: its listener may start."""
 
-    owner: str
+    #: Token of the claim or launch that registered.
+    claim: str
     #: Evidence for a created instance: its UD_OK.
     report: Report | None
     #: Just-in-time configuration, a credential, and GitHub's id of the registration.
@@ -90,7 +91,8 @@ class ListenOn:
 class Fill:
     """A machine that was launched for the pool has booted."""
 
-    owner: str
+    #: Token of the launch.
+    claim: str
     report: Report | None
     idle_time_s: float
 
@@ -100,8 +102,8 @@ class Release:
     release_time_s: float
     #: Removal token. None for a just-in-time registration, which no token can remove.
     credential: Credential | None
-    #: Set by a rollback, which may release only its own assignments.
-    owner: str | None = None
+    #: Set by a rollback, which may release only what it has claimed or launched itself.
+    claim: str | None = None
     #: Whether GitHub confirmed the removal of a just-in-time registration.
     deregistered: bool = False
 
@@ -160,7 +162,8 @@ class End:
     margin_s: float = 0.0
     #: Evidence for FAILED, and for retirements from `releasing`.
     report: Report | None = None
-    owner: str | None = None
+    #: Token of the claim or launch that must be the instance's; None for any.
+    claim: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +228,7 @@ def _row(  # noqa: PLR0917 - table rows read best by position
     )
 
 
-_END_EFFECT = "run and assignment cleared; threshold = now"
+_END_EFFECT = "holder and assignment cleared; threshold = now"
 #: Reasons that every state before `terminating` accepts.
 _ALWAYS = (RetireReason.EXPIRED, RetireReason.GONE, RetireReason.TERMINATED_BY_OPERATOR)
 _BEFORE_TERMINATING = (State.CREATED, State.CLAIMED, State.RUNNING, State.RELEASING, State.IDLE)
@@ -255,14 +258,14 @@ TRANSITIONS: tuple[Transition, ...] = (
         State.CLAIMED,
         (Actor.PROVISION, Actor.LISTENER),
         "epoch equals the pool message's; tier and repository fit the pool's reuse policy; not retired",
-        "epoch + 1; run, owner, assignment; tier may fall, never rise; threshold = provision deadline",
+        "epoch + 1; holder, claim, assignment; tier may fall, never rise; threshold = provision deadline",
     ),
     _row(
         "commit",
         (State.CREATED, State.CLAIMED),
         State.RUNNING,
         (Actor.PROVISION,),
-        "UD_REG_OK of this epoch, by its owner",
+        "UD_REG_OK of this epoch, with its claim",
         "threshold = now + max runtime; registration credential removed",
     ),
     _row(
@@ -270,7 +273,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         (State.CREATED, State.CLAIMED),
         State.RUNNING,
         (Actor.LISTENER,),
-        "just-in-time registration for this epoch's runner name, by its owner; if created, UD_OK of this epoch",
+        "just-in-time registration for this epoch's runner name, with its claim; if created, UD_OK of this epoch",
         "just-in-time configuration and runner id in the assignment; threshold = now + listening time",
     ),
     _row(
@@ -279,7 +282,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         None,
         (Actor.LISTENER, Actor.REFRESH),
         "a runner of a set, not bound: GitHub's job-started event with its name, or the agent reports a job",
-        "run, repository, tier; configuration removed; threshold = now + max runtime; "
+        "job of the holder, repository, tier; configuration removed; threshold = now + max runtime; "
         "retired if the tier is below the set's",
     ),
     _row(
@@ -295,8 +298,8 @@ TRANSITIONS: tuple[Transition, ...] = (
         (State.CREATED,),
         State.IDLE,
         (Actor.LISTENER,),
-        "UD_OK of this epoch, by its owner, not retired",
-        "assignment removed; threshold = now + idle time",
+        "UD_OK of this epoch, with its claim, not retired",
+        "holder and assignment cleared; threshold = now + idle time",
     ),
     _row(
         "release",
@@ -304,7 +307,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         State.RELEASING,
         (Actor.PROVISION, Actor.RELEASE, Actor.REFRESH, Actor.LISTENER),
         "provision released or failed; a runner of a set has run its job, or GitHub removed its unused registration",
-        "run cleared; threshold = now + release time; removal credential added",
+        "holder cleared; threshold = now + release time; removal credential added",
     ),
     _row(
         "extend",
@@ -377,7 +380,7 @@ TRANSITIONS: tuple[Transition, ...] = (
         (State.CLAIMED,),
         State.TERMINATING,
         (Actor.PROVISION, Actor.REFRESH, Actor.OPERATOR, Actor.LISTENER),
-        "failed signal, owner's timeout, expired, gone, ordered by an operator",
+        "failed signal, timeout of its claim, expired, gone, ordered by an operator",
         _END_EFFECT,
         (RetireReason.FAILED, RetireReason.TIMED_OUT, *_ALWAYS),
     ),

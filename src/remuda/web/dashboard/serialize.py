@@ -16,6 +16,7 @@ from remuda.cli.rendering.results import record_document
 from remuda.controlplane.read.feed import KnownInstance
 from remuda.controlplane.read.status import Status
 from remuda.domain.demand import JobRecord
+from remuda.domain.holder import describe_holder
 from remuda.domain.instance import ABSORBING, ASSIGNED, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
 from remuda.domain.provision import Provision, describe_status
@@ -55,7 +56,7 @@ def milliseconds(at: datetime | None) -> int:
 
 def instance_text(seen: KnownInstance, *, now: datetime, busy: bool, agent_dead: bool) -> str:
     instance = seen.instance
-    spans, runs, ended_at = _spans(instance, seen.history, now)
+    spans, holders, ended_at = _spans(instance, seen.history, now)
     # The record of an ended instance keeps its quarantine, which means nothing any more.
     quarantined = instance.state not in ABSORBING and instance.is_quarantined(now)
     return encode(
@@ -68,7 +69,8 @@ def instance_text(seen: KnownInstance, *, now: datetime, busy: bool, agent_dead:
             "threshold": milliseconds(instance.threshold),
             "set": instance.runner_set if instance.state in ASSIGNED else "",
             "run": instance.run_id,
-            "last_run": instance.last_run_id,
+            "holder": instance.subject,
+            "last_holder": instance.last_subject,
             "uses": instance.uses,
             "epoch": instance.epoch,
             "retire_text": instance.retire_text[:MAX_TEXT],
@@ -77,7 +79,7 @@ def instance_text(seen: KnownInstance, *, now: datetime, busy: bool, agent_dead:
             "agent_dead": agent_dead,
             "ended_at": ended_at,
             "spans": spans,
-            "runs": runs,
+            "holders": holders,
         }
     )
 
@@ -85,10 +87,10 @@ def instance_text(seen: KnownInstance, *, now: datetime, busy: bool, agent_dead:
 def _spans(
     instance: Instance, history: Sequence[HistoryEntry] | None, now: datetime
 ) -> tuple[list[int] | None, list[str], int]:
-    """Return the instance's spans, its runs, and its end in milliseconds (0 if it is not terminated).
+    """Return the instance's spans, its holders, and its end in milliseconds (0 if it is not terminated).
 
-    A span is three numbers: milliseconds after creation, index in `PHASES`, and index in the list of runs (-1: none).
-    It ends when the next one begins; the last one lasts until the end, or until now.
+    A span is three numbers: milliseconds after creation, index in `PHASES`, and index in the list of holders (-1:
+    none). It ends when the next one begins; the last one lasts until the end, or until now.
     """
     terminated = instance.state is State.TERMINATED
     if history is None:
@@ -97,19 +99,19 @@ def _spans(
     until = max([now, instance.created_at, *(entry.at for entry in history[-1:])]) + timedelta(milliseconds=1)
     spans = spans_of(instance, history, now=until)
     created_at = milliseconds(instance.created_at)
-    runs: dict[str, int] = {}
+    holders: dict[str, int] = {}
     numbers: list[int] = []
     for span in spans:
-        run = runs.setdefault(span.run_id, len(runs)) if span.run_id else -1
-        numbers += (milliseconds(span.begin) - created_at, PHASES.index(span.phase), run)
-    return numbers, list(runs), milliseconds(spans[-1].end) if terminated and spans else 0
+        holder = holders.setdefault(describe_holder(span.holder), len(holders)) if span.holder else -1
+        numbers += (milliseconds(span.begin) - created_at, PHASES.index(span.phase), holder)
+    return numbers, list(holders), milliseconds(spans[-1].end) if terminated and spans else 0
 
 
 def provision_text(provision: Provision, config: PoolConfig | None = None) -> str:
     outcome = provision.outcome
     return encode(
         {
-            "run": provision.run_id,
+            "run": provision.subject,
             "set": provision.runner_set,
             "repository": provision.repository,
             "url": config.run_url(provision.repository, provision.run_id) if config else "",
@@ -180,7 +182,7 @@ def _decision(instance: Instance, entry: HistoryEntry) -> str:
             "at": milliseconds(entry.at),
             "instance": instance.instance_id,
             "class": instance.resource_class,
-            "run": entry.run_id,
+            "run": entry.subject,
             "what": explain_entry(instance.instance_id, entry).what,
             "why": entry.why[:MAX_TEXT],
             "by": entry.by,

@@ -80,27 +80,6 @@ class ChangeWriter:
             await self._expire_report(change.instance_id, expires_at)
         return self._parse(item, change.instance_id)
 
-    async def apply_with(self, change: Change, item: Item, condition: Mapping[str, Any]) -> None:
-        """Apply a change and write another item, both or none.
-
-        Raises `Conflict` if the change is not possible, and otherwise `ConditionFailed` with the stored other item.
-        """
-        key = (await self._keys_of(change.instance_id)).control(change.instance_id)
-        try:
-            await self._table.update_and_put((key, expressions.change_arguments(change)), (item, condition))
-        except TransactionCancelled as cancelled:
-            for reason, stored, is_change in zip(cancelled.reasons, cancelled.items, (True, False), strict=False):
-                if reason == REASON_CONDITION_FAILED:
-                    if is_change:
-                        raise self._conflict(change, stored, retried=cancelled.retried) from None
-                    raise ConditionFailed(stored, retried=cancelled.retried) from None
-            # Another process writes one of the items at this moment.
-            raise Unavailable(f"DynamoDB cancelled a transaction of table {self._table.name}") from None
-        except Unavailable:
-            self._ambiguous[change.instance_id] = change
-            raise
-        self._note_applied(change, key)
-
     def _note_applied(self, change: Change, key: Item) -> None:
         self._ambiguous.pop(change.instance_id, None)
         self._history.add(change.instance_id, change.entry)

@@ -94,10 +94,9 @@ def _set_indexes(expression: ExpressionBuilder, change: Change) -> None:
         expression.set(items.LIVE_PK, items.shard_of(change.instance_id))
     if "threshold" in sets:
         expression.set(items.LIVE_SK, sets["threshold"])
-    if "provision_id" in sets:
-        # DynamoDB does not allow empty index keys.
-        provision_id = sets["provision_id"]
-        expression.set(items.PROVISION_PK, items.provision_partition(provision_id) if provision_id else None)
+    if (holder := sets.get("holder") or sets.get("last_holder")) is not None:
+        # Kept when nobody holds the instance any more: the index has the holder that it has, or had last.
+        expression.set(items.PROVISION_PK, items.provision_partition(holder.provision_id))
         expression.set(items.PROVISION_SK, change.instance_id)
     if state is State.TERMINATED and sets.get("forget_at") is not None:
         expression.set_raw(items.TTL, items.seconds(sets["forget_at"]))
@@ -109,8 +108,8 @@ def _condition(expression: ExpressionBuilder, condition: WriteCondition) -> str:
         return f"attribute_not_exists({expression.name(items.PK)})"
     terms = [_equal(expression, "state", condition.state), _equal(expression, "epoch", condition.epoch)]
     terms += [_same(expression, camel(name), value) for name, value in condition.equals]
-    if condition.owner is not None:
-        terms.append(_equal(expression, "owner", condition.owner))
+    if condition.claim is not None:
+        terms.append(_equal(expression, "claim", condition.claim))
     # Timestamps are stored as fixed-width text with milliseconds, so text order is time order.
     if condition.threshold_after is not None:
         terms.append(f"{expression.name('threshold')} > {expression.value(condition.threshold_after)}")

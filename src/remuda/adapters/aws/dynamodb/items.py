@@ -5,11 +5,11 @@
 | control | `control#<role's id>:<id>` | `control` | `live#<shard>`, threshold; not if terminated | provision, id |
 | report | `report#<role's id>:<id>` | `report` | | |
 | history | `history#<id>` | time, epoch, sequence | | |
-| provision | `run#<run id>` | provision id | `unsettled`, deadline or `0` (released) | `provisions`, creation |
+| provision | `run#<holder's key>` | provision id | `unsettled`, deadline or `0` (released) | `provisions`, creation |
 | demand of a runner set | `demand` | name of the set | | |
 | job of a runner set | `job#<job id>` | `job` | `jobs-of-run#<run id>`, first seen | `jobs`, first seen |
 | lease | `lease` | name | | |
-| configuration, first_seen, key prefixes | `pool` | `config`, `first_seen`, `prefixes` | | |
+| configuration, last sweep, key prefixes | `pool` | `config`, `sweep`, `prefixes` | | |
 
 Reports with a failure or spot notice are also in the index `troubled`: `troubled#<shard>`, `sk`. Machines write their
 reports, so reports have their own index, and its sort key is that of the table: a machine can add any number of
@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from remuda.domain import serialization, timestamps
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
+from remuda.domain.holder import Holder
 from remuda.domain.instance import HistoryEntry, Instance
 from remuda.domain.provision import Provision, ProvisionStatus
 from remuda.domain.signals import Report
@@ -91,8 +92,13 @@ def history_pk(instance_id: str) -> str:
     return f"history#{instance_id}"
 
 
-def run_pk(run_id: str) -> str:
-    return f"run#{run_id}"
+def provisions_pk(holder_key: str) -> str:
+    """Partition of the provisions of a run or of a runner set."""
+    return f"run#{holder_key}"
+
+
+def provision_key(holder: Holder) -> Item:
+    return key(provisions_pk(holder.key), holder.provision_id)
 
 
 def demand_key(runner_set: str) -> Item:
@@ -112,7 +118,7 @@ def jobs_of_run_partition(run_id: str) -> str:
 
 
 CONFIG = key("pool", "config")
-FIRST_SEEN = key("pool", "first_seen")
+SWEEP = key("pool", "sweep")
 #: The prefixes of instance keys.
 PREFIXES = key("pool", "prefixes")
 
@@ -214,7 +220,7 @@ def _has_own_key(record: object, item: Item) -> bool:
         case Report():
             return sk == REPORT and _instance_in(pk, REPORT_PREFIX) == record.instance_id
         case Provision():
-            return (pk, sk) == (run_pk(record.run_id), record.provision_id)
+            return (pk, sk) == (provisions_pk(record.holder.key), record.provision_id)
         case JobRecord():
             return (pk, sk) == (f"{JOB_PREFIX}{record.job_id}", JOB)
         case DemandRecord():
@@ -245,12 +251,6 @@ def parse_all(kind: type[T], found: Iterable[tuple[str, Item]]) -> tuple[dict[st
     return records, unreadable
 
 
-def times_of(item: Item) -> Mapping[str, datetime]:
-    found = value_of(item["first_seen"]) if "first_seen" in item else {}
-    times: Mapping[str, datetime] = serialization.parse(Mapping[str, datetime], found, "first_seen")
-    return times
-
-
 # Whole items ------------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +260,7 @@ def document_item(item_key: Item, record: Any) -> Item:
 
 def provision_item(provision: Provision) -> Item:
     item = {
-        **document_item(key(run_pk(provision.run_id), provision.provision_id), provision),
+        **document_item(provision_key(provision.holder), provision),
         PROVISION_PK: attribute(PROVISIONS),
         PROVISION_SK: attribute(f"{timestamps.to_text(provision.created_at)}#{provision.provision_id}"),
     }
@@ -290,10 +290,6 @@ def job_item(job: JobRecord) -> Item:
     if job.run_id:
         item |= {LIVE_PK: attribute(jobs_of_run_partition(job.run_id)), LIVE_SK: order}
     return item
-
-
-def first_seen_item(first_seen: Mapping[str, datetime]) -> Item:
-    return {**FIRST_SEEN, "first_seen": attribute(serialization.to_jsonable(first_seen))}
 
 
 def history_item(

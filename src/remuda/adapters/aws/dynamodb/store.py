@@ -22,11 +22,13 @@ from remuda.adapters.aws.dynamodb.table import (
 )
 from remuda.domain import timestamps
 from remuda.domain.demand import DemandRecord, JobRecord, Lease
-from remuda.domain.errors import Conflict, ProvisionConflict, RemudaError, Unreadable
+from remuda.domain.errors import Conflict, RemudaError, Unreadable
+from remuda.domain.holder import Holder
 from remuda.domain.instance import LIVE, HistoryEntry, Instance, State
 from remuda.domain.pool_config import PoolConfig
-from remuda.domain.provision import Provision, ProvisionChange
+from remuda.domain.provision import Provision
 from remuda.domain.signals import FailureKind, Report, Signal
+from remuda.domain.sweep_record import SweepRecord
 from remuda.domain.transitions import Change
 from remuda.ports.calls import CallCounter
 from remuda.ports.clock import Clock, Ids
@@ -109,7 +111,7 @@ class DynamoInstanceStore:
             with suppress(ConditionFailed):
                 await self._table.update_unread(items.key(f"{prefix}{TRIED}", TRIED), expressions.never_updated())
         with suppress(ConditionFailed):
-            await self._table.put(items.key(items.run_pk(TRIED), TRIED), expressions.never_put())
+            await self._table.put(items.key(items.provisions_pk(TRIED), TRIED), expressions.never_put())
 
     async def close(self) -> None:
         """Write pending history. The client belongs to the caller, who closes it afterwards or uses the store again."""
@@ -124,15 +126,6 @@ class DynamoInstanceStore:
 
     async def apply(self, change: Change) -> Instance:
         return await self._changes.apply(change)
-
-    async def apply_with_provision(self, change: Change, provision: ProvisionChange) -> None:
-        before, item = provision.before, items.provision_item(provision.after)
-        try:
-            await self._changes.apply_with(change, item, expressions.if_stored_is(before))
-        except ConditionFailed as failed:
-            message = f"provision {before.provision_id} was changed by another process"
-            current = self._parsed(Provision, failed.item, before.provision_id)
-            raise ProvisionConflict(message, current=current) from None
 
     async def apply_all(self, changes: Sequence[Change]) -> Sequence[RemudaError | None]:
         return await self._changes.apply_all(changes)
@@ -306,12 +299,12 @@ class DynamoInstanceStore:
         message = f"provision {before.provision_id} was changed by another process"
         await self._put(Provision, items.provision_item(after), expressions.if_stored_is(before), message)
 
-    async def get_provision(self, run_id: str, provision_id: str) -> Provision | None:
-        item = await self._table.get(items.key(items.run_pk(run_id), provision_id))
-        return self._parsed(Provision, item, provision_id)
+    async def get_provision(self, holder: Holder) -> Provision | None:
+        item = await self._table.get(items.provision_key(holder))
+        return self._parsed(Provision, item, holder.provision_id)
 
     async def provisions_of_run(self, run_id: str) -> Sequence[Provision]:
-        arguments = expressions.query_arguments(*expressions.key_condition(items.PK, items.run_pk(run_id)))
+        arguments = expressions.query_arguments(*expressions.key_condition(items.PK, items.provisions_pk(run_id)))
         found = await self._table.query({"ConsistentRead": True, **arguments})
         provisions = self._parse_all(Provision, ((key_of(item)[1], item) for item in found))
         return sorted(provisions.values(), key=lambda each: (each.created_at, each.provision_id))
@@ -376,11 +369,12 @@ class DynamoInstanceStore:
         )
         return self._parse_readable(kind, newest)
 
-    # Pool configuration and first_seen -------------------------------------------------------------------------
+    # Pool configuration and the record of the last sweep -------------------------------------------------------
 
     async def get_config(self) -> PoolConfig | None:
         config = self._parsed(PoolConfig, await self._table.get(items.CONFIG), "the configuration")
         if config is not None:
+            config.check_record_version()
             self._use_retention(config)
         return config
 
@@ -394,12 +388,12 @@ class DynamoInstanceStore:
         """Keep history entries as long as the records of terminated instances."""
         self._history.retention = timedelta(seconds=config.lifetimes.keep_records_s)
 
-    async def get_first_seen(self) -> Mapping[str, datetime]:
-        item = await self._table.get(items.FIRST_SEEN)
-        return {} if item is None else self._checked(lambda: items.times_of(item), "the first_seen")
+    async def get_sweep_record(self) -> SweepRecord:
+        item = await self._table.get(items.SWEEP)
+        return self._parsed(SweepRecord, item, "the record of the last sweep") or SweepRecord()
 
-    async def put_first_seen(self, first_seen: Mapping[str, datetime]) -> None:
-        await self._table.put(items.first_seen_item(first_seen), {})
+    async def put_sweep_record(self, record: SweepRecord) -> None:
+        await self._table.put(items.document_item(items.SWEEP, record), {})
 
     # Internals ------------------------------------------------------------------------------------------------
 
@@ -452,11 +446,8 @@ class DynamoInstanceStore:
         return None if item is None else self._parse(kind, item, what)
 
     def _parse(self, kind: type[T], item: Item, what: str) -> T:
-        return self._checked(lambda: record_of(kind, item), what)
-
-    def _checked(self, parse: Callable[[], T], what: str) -> T:
         try:
-            return parse()
+            return record_of(kind, item)
         except ValueError as error:
             raise Unreadable(self._table_name, {what: str(error)}) from error
 

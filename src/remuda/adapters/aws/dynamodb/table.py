@@ -133,13 +133,6 @@ class Table:
         shared = {"TableName": self.name, "ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
         await self._transact([{"Put": {**shared, "Item": item, **arguments}} for item, arguments in puts])
 
-    async def update_and_put(self, update: tuple[Item, Mapping[str, Any]], put: tuple[Item, Mapping[str, Any]]) -> None:
-        """Update one item and write another, both or none. Raises `TransactionCancelled` with the stored items."""
-        shared = {"TableName": self.name, "ReturnValuesOnConditionCheckFailure": "ALL_OLD"}
-        await self._transact(
-            [{"Update": {**shared, "Key": update[0], **update[1]}}, {"Put": {**shared, "Item": put[0], **put[1]}}]
-        )
-
     async def _transact(self, parts: Any) -> None:
         # With the token, a retry of the client is not another transaction.
         token = self._ids.new("remuda-")

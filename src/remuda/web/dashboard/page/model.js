@@ -65,7 +65,7 @@ export class Model {
 
   matchesText(instance, text) {
     const pattern = text.toLowerCase();
-    return [instance.id, instance.set, instance.run, instance.last_run, ...instance.runs].some((name) => name.toLowerCase().includes(pattern));
+    return [instance.id, instance.set, instance.holder, instance.last_holder, ...instance.holders].some((name) => name.toLowerCase().includes(pattern));
   }
 
   // Instances of the chosen window that match the filters: live before terminated, then newest first.
@@ -100,15 +100,15 @@ export class Model {
   }
 }
 
-// Call `visit(begin, end, phase, run)` for each span of an instance.
+// Call `visit(begin, end, phase, holder)` for each span of an instance.
 export function eachSpan(instance, until, visit) {
-  const { spans, runs, created_at: createdAt } = instance;
+  const { spans, holders, created_at: createdAt } = instance;
   if (!spans) return;
   const end = instance.ended_at || until;
   for (let index = 0; index < spans.length; index += 3) {
     const begin = createdAt + spans[index];
     const stop = index + 3 < spans.length ? createdAt + spans[index + 3] : Math.max(end, begin);
-    visit(begin, stop, PHASES[spans[index + 1]], spans[index + 2] < 0 ? "" : runs[spans[index + 2]]);
+    visit(begin, stop, PHASES[spans[index + 1]], spans[index + 2] < 0 ? "" : holders[spans[index + 2]]);
   }
 }
 

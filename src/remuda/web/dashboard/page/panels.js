@@ -88,7 +88,7 @@ export function showInstances(model, limit) {
       fillRow(row, [
         [(td) => explainButton(td, instance.id), "whole"],
         [(td) => showStateIn(td, phaseOf(instance)), "whole"],
-        [(td) => explainButton(td, instance.run || instance.last_run, instance.run || (instance.last_run ? `(${instance.last_run})` : "")), "long"],
+        [(td) => explainButton(td, instance.holder || instance.last_holder, instance.holder || (instance.last_holder ? `(${instance.last_holder})` : "")), "long"],
         [instance.class, "long"],
         [instance.type, "whole"],
         [instance.usage, "whole"],

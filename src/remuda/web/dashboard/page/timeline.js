@@ -169,10 +169,9 @@ export class Timeline {
     if (!instance) return;
     const lines = [this.describe(instance)];
     if (time !== null) {
-      eachSpan(instance, this.span.until, (begin, end, phase, run) => {
+      eachSpan(instance, this.span.until, (begin, end, phase, holder) => {
         if (time < begin || time >= end) return;
-        const holder = run.startsWith("set.") ? ` for set ${run.slice(4)}` : run ? ` for run ${run}` : "";
-        lines.push(`${phase}${holder}, ${when(begin, end)} for ${duration(end - begin)}`);
+        lines.push(`${phase}${holder ? ` for ${holder}` : ""}, ${when(begin, end)} for ${duration(end - begin)}`);
       });
     }
     setText(this.tip, lines.join("\n"));
@@ -215,7 +214,7 @@ export class Timeline {
   describe(instance) {
     const job = this.model.jobOf(instance);
     const set = instance.set ? `, set ${instance.set}${job ? `, job ${job.name || job.id}` : ""}` : "";
-    const run = instance.run && !instance.run.startsWith("set.") ? `, run ${instance.run}` : "";
+    const run = instance.run ? `, run ${instance.run}` : "";
     const quarantine = quarantineLeft(instance, this.model.now());
     const busy = instance.agent_dead ? ", agent dead" : instance.busy ? ", a job is running" : "";
     return `${instance.id}: ${phaseOf(instance)}${set}${run}${busy}${quarantine ? `, ${quarantine}` : ""}, ${instance.class}, ${instance.type}, ${instance.usage}`;
