@@ -13,7 +13,7 @@ from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
 from remuda.controlplane.demand.machines import KnownMachine
 from remuda.controlplane.demand.sets import SetState, find_job
 from remuda.domain.demand import SUCCESSES, JobRecord, Lease
-from remuda.domain.errors import Conflict, NotFound, RemudaError, Unavailable, UserError
+from remuda.domain.errors import Conflict, NotFound, RemudaError, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import is_repository
 from remuda.domain.signals import Report
@@ -92,7 +92,7 @@ class InterruptedJobs:
             try:
                 if await self._try_to_record(await find()):
                     return
-            except (Conflict, Unavailable) as error:
+            except RemudaError as error:
                 self._context.event_log.record("interruption-failed", error.message)
             await self._context.clock.sleep(RECORD_PAUSE_S)
 
@@ -130,7 +130,7 @@ class InterruptedJobs:
         while True:
             try:
                 jobs = await self._demand.store.recent_jobs(MAX_JOBS, since=since)
-            except Unavailable as error:
+            except RemudaError as error:
                 self._context.event_log.record("rerun-failed", error.message)
                 await self._context.clock.sleep(RECORD_PAUSE_S)
             else:
