@@ -1,4 +1,4 @@
-"""A peer below `remuda.http` that takes its time: the limits of connections and of calls apply as they do on a network."""
+"""A peer below `remuda.http` that takes its time: the limits of connections and calls apply as on a network."""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ async def test_answer_of_the_metadata_service_within_the_limit_arrives(
     slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def get(delay_s: float) -> str:
-        def answer(method: str, _target: str, _headers: Mapping[str, str], _body: bytes) -> tuple[ClientResponse, float]:
+        def answer(
+            method: str, _target: str, _headers: Mapping[str, str], _body: bytes
+        ) -> tuple[ClientResponse, float]:
             return ClientResponse(200, {}, b"i-1"), delay_s if method == slow else 0.0
 
         SlowPeer(answer).install(monkeypatch)

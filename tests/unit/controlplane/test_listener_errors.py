@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 
-from remuda.domain.errors import CapacityError, Conflict, NotFound, RemudaError, Throttled, Unavailable, Unreadable, UserError
+from remuda.domain.errors import (
+    CapacityError,
+    Conflict,
+    NotFound,
+    RemudaError,
+    Throttled,
+    Unavailable,
+    Unreadable,
+    UserError,
+)
 from remuda.domain.instance import State
 from remuda.ports.github import GitHubRun
 from simulation.invariants import SCOPE
@@ -74,9 +83,7 @@ CALLS: dict[str, Sequence[RemudaError]] = {
         ASKED,
     ),
     "compute.launch": (USER, UNAVAILABLE, THROTTLED, CapacityError("there is no capacity")),
-    **dict.fromkeys(
-        ("pool.receive", "pool.send"), (USER, UNAVAILABLE, THROTTLED)
-    ),
+    **dict.fromkeys(("pool.receive", "pool.send"), (USER, UNAVAILABLE, THROTTLED)),
 }
 #: Errors after which a job is not run again, for a reason that its record says.
 CLOSED = {("github.get_run", USER), ("github.get_run", ASKED[-1])} | {
@@ -174,6 +181,6 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(operation, error, id=f"{operation}-{type(error).__name__}")
 
 
-@pytest.mark.parametrize(("operation", "error"), _cases())
+@pytest.mark.parametrize(("operation", "error"), [*_cases()])
 async def test_listener_goes_on_after_errors(operation: str, error: RemudaError) -> None:
     await serve(operation, error)

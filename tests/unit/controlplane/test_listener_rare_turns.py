@@ -12,7 +12,7 @@ import pytest
 from remuda.controlplane.demand.machines import TAKEN_FOR_S
 from remuda.controlplane.demand.sets import SetState
 from remuda.domain.demand import JobRecord
-from remuda.domain.errors import Unavailable
+from remuda.domain.errors import RemudaError, Unavailable, UserError
 from remuda.domain.holder import SetHolder, StartedJob
 from remuda.domain.instance import State
 from remuda.domain.runner_set import CapacityWindow
@@ -37,15 +37,16 @@ async def sets() -> AsyncIterator[DemandWorld]:
 class Outage:
     """Lets calls of these names fail while it lasts."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, error: RemudaError | None = None) -> None:
         self.names = names
+        self.error = error or Unavailable("no answer")
         self.lasts = False
 
     @property
     def hook(self) -> Hook:
         async def hook(name: str, call: Call) -> Any:
             if self.lasts and name in self.names:
-                raise Unavailable(f"no answer to {name}")
+                raise self.error
             return await call()
 
         return hook
@@ -125,13 +126,16 @@ async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_
     assert sets.github.reruns == [77]
 
 
-async def test_interrupted_jobs_are_found_although_the_first_search_fails(sets: DemandWorld) -> None:
+@pytest.mark.parametrize("error", [Unavailable("no answer"), UserError("refused")], ids=["no answer", "refused"])
+async def test_interrupted_jobs_are_found_although_the_first_search_fails(
+    sets: DemandWorld, error: RemudaError
+) -> None:
     sets.listen()
     (job,) = sets.queue(seconds=300.0)
     await interrupt(sets, job)
     await sets.wait_for(lambda: job.is_over, 200.0)
     await sets.stop_listeners()
-    outage = Outage("store.recent_jobs")
+    outage = Outage("store.recent_jobs", error=error)
     outage.lasts = True
     sets.listen(outage.hook)
     await asyncio.sleep(20.0)

@@ -127,7 +127,9 @@ STAGES: dict[str, Callable[[DemandWorld, MemoryDemandJob], bool]] = {
 @pytest.mark.parametrize("is_away", [False, True], ids=["restarted", "away for a while"])
 @pytest.mark.parametrize("stage", STAGES)
 async def test_interrupted_job_is_run_again_once_whenever_the_listener_restarts(
-    sets: DemandWorld, stage: str, is_away: bool
+    sets: DemandWorld,
+    stage: str,
+    is_away: bool,  # noqa: FBT001
 ) -> None:
     sets.github.runs[SCOPE, 77] = RUN
     first = sets.listen()

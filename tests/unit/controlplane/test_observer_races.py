@@ -62,9 +62,9 @@ class Race:
             if record is not None:
                 self._world.database.instances[record.instance_id] = record
                 self.table.put(record)
-        self._set_handled(self._is_handled)
+        self._set_handled(is_handled=self._is_handled)
 
-    def _set_handled(self, is_handled: bool) -> None:
+    def _set_handled(self, *, is_handled: bool) -> None:
         machine = self.table.get(self.after.instance_id)
         if machine is not None:
             machine.handled = is_handled
@@ -75,7 +75,7 @@ class Race:
             self._is_done = True
             self._world.database.instances[self.after.instance_id] = self.after
             self.table.put(self.after)
-            self._set_handled(False)
+            self._set_handled(is_handled=False)
 
     async def _hook(self, name: str, call: Call) -> Any:
         if name == self._held and not self._is_late:
@@ -94,7 +94,11 @@ class Race:
 @pytest.mark.parametrize("held", ["store.find", "store.get_many", "store.get_reports"])
 @pytest.mark.parametrize("step", STEPS)
 async def test_search_does_not_undo_a_step_that_completes_meanwhile(
-    step: str, held: str, is_late: bool, index: str, is_handled: bool
+    step: str,
+    held: str,
+    is_late: bool,  # noqa: FBT001
+    index: str,
+    is_handled: bool,  # noqa: FBT001
 ) -> None:
     world = PoolWorld()
     race = Race(world, step, held=held, is_late=is_late, index=index, is_handled=is_handled)
