@@ -1,4 +1,4 @@
-"""The guard as a process: an agent that starts another one never leaves the sandbox without, whatever fails or ends it."""
+"""The guard as a process: while an agent replaces it, the sandbox is never without, whatever fails or ends it."""
 
 from __future__ import annotations
 

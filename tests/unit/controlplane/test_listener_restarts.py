@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from remuda.controlplane.demand import DemandListener
+from remuda.controlplane.demand.rerun import GIVE_UP
 from remuda.domain.demand import DemandMessage, JobEvent, JobEventKind
+from remuda.domain.errors import Unavailable
 from remuda.domain.instance import State
 from remuda.domain.pool_config import parse_runner_name
 from remuda.ports.github import GitHubRun
 from simulation.invariants import SCOPE
 from simulation.memory.github import MemoryDemandJob
 from tests.support.set_world import DemandWorld, runner_set
-from tests.support.virtual_time import Call, Cut, CutKind
+from tests.support.virtual_time import Call, Cut, CutKind, failing
 
 #: More calls than the listener makes to handle a message.
 MAX_CALLS = 20
@@ -101,6 +103,24 @@ async def test_what_a_message_says_is_stored_although_the_listener_ends(event: J
 def _is_over(sets: DemandWorld, job: MemoryDemandJob) -> bool:
     held = sets.in_state(State.CREATED, State.RUNNING, State.RELEASING)
     return not held and sets.database.jobs[job.key].completed_at is not None
+
+
+async def test_limit_for_the_end_of_the_run_counts_from_the_interruption(sets: DemandWorld) -> None:
+    """The job had waited for longer than that before."""
+    sets.github.runs[SCOPE, 77] = RUN
+    first = sets.listen(failing("compute.launch", Unavailable("no capacity")))
+    (job,) = sets.queue(seconds=300.0)
+    await sets.wait_for(lambda: job.key in sets.database.jobs)
+    await first.stop()
+    await asyncio.sleep(GIVE_UP.total_seconds())
+    sets.listen()
+    await sets.wait_for(lambda: job.started)
+    await asyncio.sleep(5.0)
+    sets.machines[sets.in_state(State.RUNNING)[0]].give_spot_notice()
+    await sets.wait_for(lambda: job.is_over, 200.0)
+    sets.github.runs[SCOPE, 77] = replace(RUN, status="completed", conclusion="failure")
+    await asyncio.sleep(200.0)
+    assert sets.github.reruns == [77]
 
 
 def _is_recorded(sets: DemandWorld, job: MemoryDemandJob) -> bool:
