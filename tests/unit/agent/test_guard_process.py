@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from remuda import procfs
-from remuda.agent import guard, guard_process
+from remuda.agent import guard
 from remuda.agent.guard_process import GuardProcess, Reserves
 from remuda.procfs import Process
 from tests.support.virtual_time import Killed
@@ -101,7 +103,7 @@ class FakeHost:
             raise AssertionError(f"the agent waits for {pid}, which does not end")
         return pid, 0
 
-    def select(self, reading: list[int], *_: Any) -> tuple[list[int], list[int], list[int]]:
+    def select(self, reading: list[int], *_: Any) -> Any:
         self.effect("wait for the guard")
         return _READY(reading, [], [], 0)
 
@@ -120,16 +122,16 @@ class _Popen:
     returncode: int | None = None
 
 
-_READY = guard_process.select.select
+_READY = select.select
 
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHost]:
     made = FakeHost(page=tmp_path / "guard")
-    monkeypatch.setattr(guard_process.subprocess, "Popen", made.spawn)
-    monkeypatch.setattr(guard_process.select, "select", made.select)
-    monkeypatch.setattr(guard_process.os, "kill", made.kill)
-    monkeypatch.setattr(guard_process.os, "waitpid", made.wait)
+    monkeypatch.setattr(subprocess, "Popen", made.spawn)
+    monkeypatch.setattr(select, "select", made.select)
+    monkeypatch.setattr(os, "kill", made.kill)
+    monkeypatch.setattr(os, "waitpid", made.wait)
     monkeypatch.setattr(procfs, "read_process", made.read_process)
     monkeypatch.setattr(procfs, "kill", made.kill_all)
     yield made

@@ -12,6 +12,7 @@ import pytest
 from remuda.cli.rendering.results import applied_lines, refresh_document
 from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh import refresh
+from remuda.controlplane.refresh.configure import DesiredConfig
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.pool_config import RECORD_VERSION, PoolConfig
@@ -261,7 +262,7 @@ async def test_concurrent_refreshes_keep_each_others_changes(world: PoolWorld) -
 
 SMALL = ResourceClass(name="small", cpu=1, memory_mib=512)
 #: What another process sets, and the names under which a refresh leaves it alone.
-SET_MEANWHILE: dict[str, tuple[dict[str, Any], Callable[[PoolConfig], Any]]] = {
+SET_MEANWHILE: dict[str, tuple[dict[str, Any], Callable[[PoolConfig | DesiredConfig], Any]]] = {
     "classes": ({"classes": (SMALL,)}, lambda found: found.classes),
     "max_instances": ({"max_instances": 7}, lambda found: found.max_instances),
     "github_url": ({"github_url": "https://github.example"}, lambda found: found.github_url),

@@ -66,7 +66,7 @@ class MessageCut(Cut):
         job = database.jobs[event.job_id]
         if event.kind is JobEventKind.STARTED:
             assert job.started_at is not None
-            epoch, instance_id = parse_runner_name(database.config.pool, event.runner_name) or (0, "")
+            epoch, instance_id = parse_runner_name(POOL, event.runner_name) or (0, "")
             instance = database.instances[instance_id]
             assert instance.is_bound or (instance.state, instance.epoch) != (State.RUNNING, epoch)
         if event.kind is JobEventKind.COMPLETED:
