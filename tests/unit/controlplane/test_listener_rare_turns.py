@@ -12,7 +12,7 @@ import pytest
 from remuda.controlplane.demand.machines import TAKEN_FOR_S
 from remuda.controlplane.demand.sets import SetState
 from remuda.domain.demand import JobRecord
-from remuda.domain.errors import RemudaError, Unavailable, UserError
+from remuda.domain.errors import RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.holder import SetHolder, StartedJob
 from remuda.domain.instance import State
 from remuda.domain.runner_set import CapacityWindow
@@ -94,11 +94,22 @@ async def test_interruption_is_recorded_although_the_store_did_not_answer_at_fir
     assert sets.github.reruns == [77]
 
 
-async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_is_recorded(sets: DemandWorld) -> None:
-    """GitHub's messages came late, and a sweep noted that the job of an unknown run is lost (seed 51000110)."""
-    is_late = False
+@pytest.mark.parametrize("is_repeated", [False, True], ids=["once", "repeated"])
+async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_is_recorded(
+    sets: DemandWorld,
+    is_repeated: bool,  # noqa: FBT001
+) -> None:
+    """GitHub's messages came late, and a sweep noted that the job of an unknown run is lost (seed 51000110).
+
+    Also if each message comes again, because its acknowledgement has failed: the second time, it says nothing new.
+    """
+    is_late, acknowledgements = False, 0
 
     async def hook(name: str, call: Call) -> Any:
+        nonlocal acknowledgements
+        acknowledgements += name == "session.acknowledge"
+        if is_repeated and name == "session.acknowledge" and acknowledgements % 2:
+            raise Throttled("too many requests", retry_after_s=1.0)
         answer = await call()
         if is_late and name == "session.receive":
             raise Unavailable("no answer")
@@ -119,7 +130,7 @@ async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_
     assert last.job == StartedJob()
     assert record_of(sets, job).started_at is None
     is_late = False
-    await sets.wait_for(lambda: record_of(sets, job).lost_at is not None, 60.0)
+    await sets.wait_for(lambda: record_of(sets, job).lost_at is not None, 100.0)
     await sets.wait_for(lambda: record_of(sets, job).interrupted_at is not None, 20.0)
     sets.github.runs[SCOPE, 77] = FAILED
     await asyncio.sleep(100.0)

@@ -17,7 +17,7 @@ from remuda.domain.errors import Unavailable
 from remuda.domain.instance import State
 from remuda.domain.pool_config import parse_runner_name
 from remuda.ports.github import GitHubRun
-from simulation.invariants import SCOPE
+from simulation.invariants import POOL, SCOPE
 from simulation.memory.github import MemoryDemandJob
 from tests.support.set_world import DemandWorld, runner_set
 from tests.support.virtual_time import Call, Cut, CutKind, failing
