@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -135,6 +136,36 @@ async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_
     sets.github.runs[SCOPE, 77] = FAILED
     await asyncio.sleep(100.0)
     assert sets.github.reruns == [77]
+
+
+@pytest.mark.parametrize("fails", ["store.histories", "store.get_jobs", "store.put_jobs"])
+@pytest.mark.parametrize("error", [Unavailable("no answer"), UserError("refused")], ids=["no answer", "refused"])
+@pytest.mark.parametrize("restarts", [False, True], ids=["same listener", "next listener"])
+async def test_lost_job_is_recorded_although_the_store_fails_for_a_while(
+    sets: DemandWorld,
+    fails: str,
+    error: RemudaError,
+    restarts: bool,  # noqa: FBT001
+) -> None:
+    sets.scale_sets.lease = timedelta(seconds=300.0)
+    outage = Outage(fails, error=error)
+    sets.listen(outage.hook)
+    (job,) = sets.queue(seconds=300.0)
+    await interrupt(sets, job)
+    await asyncio.sleep(5.0)
+    (lost,) = sets.in_state(State.RUNNING)
+    outage.lasts = True
+    if restarts:
+        await sets.stop_listeners()
+    sets.cut_power(lost, "a test")
+    await sets.sweep()
+    if restarts:
+        sets.listen(outage.hook)
+    await asyncio.sleep(30.0)
+    assert record_of(sets, job).lost_at is None
+    outage.lasts = False
+    await sets.wait_for(lambda: record_of(sets, job).lost_at is not None, 30.0)
+    await sets.wait_for(lambda: job.is_over, 400.0)
 
 
 @pytest.mark.parametrize("error", [Unavailable("no answer"), UserError("refused")], ids=["no answer", "refused"])
