@@ -16,6 +16,7 @@ from remuda.domain.instance import State
 from remuda.domain.resources import Reuse, Tier, UsageClass
 from remuda.domain.runner_set import RunnerSet
 from simulation.faults import Fault
+from simulation.invariants import parse_runner
 from simulation.loop import START
 from simulation.memory.github import MemoryDemandJob
 from simulation.patience_invariants import CONFIG_READ_S
@@ -34,6 +35,8 @@ RESTORED_S = 5.0
 DELETED_WITHIN_S = 45.0
 #: Seconds in which an idle machine is launched or its launch is tried again: a search, a pause, a boot.
 FILLED_WITHIN_S = 20.0 + 60.0 + 150.0
+#: Longest effect of a fault on the binding of a job in seconds: repeated reads of its run.
+BOUND_WITHIN_S = 60.0
 #: Seconds that a listener has at least to notice a spot notice before its machine ends.
 NOTICED_WITHIN_S = 60.0
 #: Faults by which GitHub does not tell of a job, refuses a re-run, or loses its answer.
@@ -214,6 +217,21 @@ class DemandLiveness:
             if event.job_id and not is_known and not (record is None and self._may_be_forgotten(event)):
                 text = f"{process} acknowledges that job {event.job_id} is {event.kind}, and has not stored it"
                 self._violated("D11", text)
+            if event.kind is JobEventKind.STARTED:
+                self._check_bound(process, event)
+
+    def _check_bound(self, process: SimulatedProcess, event: JobEvent) -> None:
+        """The machine of a started job knows its run. Faults of the last minute may have prevented its binding."""
+        disturbed_at = max(self._world.faults.last_at, process.last_fault_at)
+        found = parse_runner(event.runner_name)
+        record = self._world.database.instances.get(found[1]) if found else None
+        if not found or record is None or self._now - disturbed_at < BOUND_WITHIN_S:
+            return
+        self.checks += 1
+        is_its = record.state is State.RUNNING and record.epoch == found[0] and bool(record.runner_set)
+        if is_its and not record.is_bound:
+            text = f"{process} acknowledges that job {event.job_id} has started, and {record.instance_id} is not bound"
+            self._violated("D11", text)
 
     def _may_be_forgotten(self, event: JobEvent) -> bool:
         """Whether the record of the job may have expired: the answer to the acknowledgement can hang for minutes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from remuda.cli.rendering.results import applied_lines, refresh_document
 from remuda.controlplane.read.status import status
 from remuda.controlplane.refresh import refresh
+from remuda.controlplane.refresh.configure import DesiredConfig
 from remuda.domain.errors import Unavailable, UserError
 from remuda.domain.instance import State
 from remuda.domain.pool_config import RECORD_VERSION, PoolConfig
@@ -256,6 +258,53 @@ async def test_concurrent_refreshes_keep_each_others_changes(world: PoolWorld) -
     assert not [error for result in results for error in result.errors]
     assert {item.scope for item in config(world).tokens} == {SCOPE, "octo/one", "octo/two"}
     assert config(world).revision == 3
+
+
+SMALL = ResourceClass(name="small", cpu=1, memory_mib=512)
+#: What another process sets, and the names under which a refresh leaves it alone.
+SET_MEANWHILE: dict[str, tuple[dict[str, Any], Callable[[PoolConfig | DesiredConfig], Any]]] = {
+    "classes": ({"classes": (SMALL,)}, lambda found: found.classes),
+    "max_instances": ({"max_instances": 7}, lambda found: found.max_instances),
+    "github_url": ({"github_url": "https://github.example"}, lambda found: found.github_url),
+    "reuse": ({"reuse": Reuse.NEVER}, lambda found: found.reuse),
+    "monthly_budget": ({"monthly_budget": 50.0}, lambda found: found.monthly_budget),
+    "max_uses": ({"lifetimes": replace(LIFETIMES, max_uses=3)}, lambda found: found.lifetimes.max_uses),
+    "boot-delay-s": ({"launch": {"boot-delay-s": "2"}}, lambda found: found.launch),
+    "runner_sets": (
+        {"runner_sets": (RunnerSet(name="few", labels=("few",), resource_class="large", scope=SCOPE, max=2),)},
+        lambda found: found.runner_sets,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SET_MEANWHILE)
+async def test_what_a_refresh_does_not_set_stays_although_it_changes_meanwhile(world: PoolWorld, name: str) -> None:
+    """At whatever call of the refresh."""
+    changed, value_of = SET_MEANWHILE[name]
+    before, at_call = config(world), 0
+    while True:
+        at_call += 1
+        calls = 0
+        world.database.config = before
+
+        async def hook(_name: str, call: Call, at_call: int = at_call) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at_call:
+                others = frozenset({*SET_MEANWHILE, "idle_time_s"} - {name})
+                await refresh(world.process(credentialed=True), world.configuration(**changed, unset=others))
+            return await call()
+
+        await world.pass_time(1)
+        unset = frozenset({name})
+        settings = world.configuration(lifetimes=replace(LIFETIMES, idle_time_s=33.0), unset=unset)
+        await refresh(world.process(hook, credentialed=True), settings)
+        if calls < at_call:
+            assert at_call > 3
+            return
+        expected = PoolWorld().configuration(**changed)
+        assert value_of(config(world)) == value_of(expected), f"changed before call {at_call}"
+        assert config(world).lifetimes.idle_time_s == 33.0
 
 
 async def test_configuration_write_with_a_lost_answer_is_found_by_the_next_refresh() -> None:

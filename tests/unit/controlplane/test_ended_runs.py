@@ -149,6 +149,18 @@ async def test_rerun_within_the_grace_period_keeps_the_instances(world: PoolWorl
     assert world.in_state(State.IDLE)
 
 
+async def test_grace_period_begins_again_although_no_sweep_saw_the_rerun_in_progress(world: PoolWorld) -> None:
+    is_now(world, "completed")
+    await world.provision(str(RUN), repository=SCOPE)
+    await sweeps(world, GRACE_S - 60)
+    is_now(world, "completed", attempt=2)
+    # The second end is found when the first period is over.
+    await sweeps(world, GRACE_S + 60)
+    assert len(world.in_state(State.RUNNING)) == 1
+    await sweeps(world, 240)
+    assert world.in_state(State.IDLE)
+
+
 async def test_provision_of_a_newer_attempt_is_not_released(world: PoolWorld) -> None:
     """A re-run that began between the reads of the records and of GitHub."""
     is_now(world, "completed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -128,12 +129,14 @@ def fail_reads(number: int) -> bool:
     return number % 3 == 1
 
 
+#: `ahead_s`: by how much the clock of the standby is ahead of that of the holder.
 @pytest.mark.parametrize("fails", [lambda _: False, fail_reads])
+@pytest.mark.parametrize("ahead_s", [0.0, 30.0, 3_600.0, -3_600.0])
 @pytest.mark.parametrize("owners", [("one",), ("one", "another", "one")])
 async def test_standby_takes_a_lease_only_a_while_after_its_last_change(
-    world: DemandWorld, fails: Callable[[int], bool], owners: tuple[str, ...]
+    world: DemandWorld, fails: Callable[[int], bool], owners: tuple[str, ...], ahead_s: float
 ) -> None:
-    """Whoever changed it, and whatever the standby could not read in between."""
+    """Whoever changed it, whatever the standby could not read in between, and whoever's clock is wrong."""
     reads = 0
 
     async def hook(name: str, call: Call) -> Any:
@@ -146,14 +149,16 @@ async def test_standby_takes_a_lease_only_a_while_after_its_last_change(
 
     world.ignore("P4")
     context = world.process(hook)
-    lease, changed_at = Lease(owner=owners[0], beat=1), now_s()
+    ahead = timedelta(seconds=ahead_s)
+    lease, changed_at = Lease(owner=owners[0], beat=1, beat_at=world.clock.now() - ahead), now_s()
     world.database.leases[LISTENER_LEASE] = lease
     taking = asyncio.create_task(ListenerLease(context, context.store, "own").acquire())
     for number in range(12):
         # Each pause is shorter than the limit, all of them together are much longer.
         await asyncio.sleep(20.0)
         assert not taking.done()
-        lease, changed_at = replace(lease, owner=owners[number % len(owners)], beat=lease.beat + 1), now_s()
+        owner, beat_at = owners[number % len(owners)], world.clock.now() - ahead
+        lease, changed_at = replace(lease, owner=owner, beat=lease.beat + 1, beat_at=beat_at), now_s()
         world.database.leases[LISTENER_LEASE] = lease
     await asyncio.wait_for(taking, 2 * EXPIRES_S)
     assert EXPIRES_S <= now_s() - changed_at <= EXPIRES_S + 3 * READ_S

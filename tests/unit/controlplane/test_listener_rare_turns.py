@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from remuda.controlplane.demand.machines import TAKEN_FOR_S
 from remuda.controlplane.demand.sets import SetState
 from remuda.domain.demand import JobRecord
-from remuda.domain.errors import Unavailable
+from remuda.domain.errors import RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.holder import SetHolder, StartedJob
 from remuda.domain.instance import State
 from remuda.domain.runner_set import CapacityWindow
@@ -37,15 +38,16 @@ async def sets() -> AsyncIterator[DemandWorld]:
 class Outage:
     """Lets calls of these names fail while it lasts."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, error: RemudaError | None = None) -> None:
         self.names = names
+        self.error = error or Unavailable("no answer")
         self.lasts = False
 
     @property
     def hook(self) -> Hook:
         async def hook(name: str, call: Call) -> Any:
             if self.lasts and name in self.names:
-                raise Unavailable(f"no answer to {name}")
+                raise self.error
             return await call()
 
         return hook
@@ -93,11 +95,22 @@ async def test_interruption_is_recorded_although_the_store_did_not_answer_at_fir
     assert sets.github.reruns == [77]
 
 
-async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_is_recorded(sets: DemandWorld) -> None:
-    """GitHub's messages came late, and a sweep noted that the job of an unknown run is lost (seed 51000110)."""
-    is_late = False
+@pytest.mark.parametrize("is_repeated", [False, True], ids=["once", "repeated"])
+async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_is_recorded(
+    sets: DemandWorld,
+    is_repeated: bool,  # noqa: FBT001
+) -> None:
+    """GitHub's messages came late, and a sweep noted that the job of an unknown run is lost (seed 51000110).
+
+    Also if each message comes again, because its acknowledgement has failed: the second time, it says nothing new.
+    """
+    is_late, acknowledgements = False, 0
 
     async def hook(name: str, call: Call) -> Any:
+        nonlocal acknowledgements
+        acknowledgements += name == "session.acknowledge"
+        if is_repeated and name == "session.acknowledge" and acknowledgements % 2:
+            raise Throttled("too many requests", retry_after_s=1.0)
         answer = await call()
         if is_late and name == "session.receive":
             raise Unavailable("no answer")
@@ -118,20 +131,53 @@ async def test_interruption_of_a_job_that_is_told_after_the_end_of_its_instance_
     assert last.job == StartedJob()
     assert record_of(sets, job).started_at is None
     is_late = False
-    await sets.wait_for(lambda: record_of(sets, job).lost_at is not None, 60.0)
+    await sets.wait_for(lambda: record_of(sets, job).lost_at is not None, 100.0)
     await sets.wait_for(lambda: record_of(sets, job).interrupted_at is not None, 20.0)
     sets.github.runs[SCOPE, 77] = FAILED
     await asyncio.sleep(100.0)
     assert sets.github.reruns == [77]
 
 
-async def test_interrupted_jobs_are_found_although_the_first_search_fails(sets: DemandWorld) -> None:
+@pytest.mark.parametrize("fails", ["store.histories", "store.get_jobs", "store.put_jobs"])
+@pytest.mark.parametrize("error", [Unavailable("no answer"), UserError("refused")], ids=["no answer", "refused"])
+@pytest.mark.parametrize("restarts", [False, True], ids=["same listener", "next listener"])
+async def test_lost_job_is_recorded_although_the_store_fails_for_a_while(
+    sets: DemandWorld,
+    fails: str,
+    error: RemudaError,
+    restarts: bool,  # noqa: FBT001
+) -> None:
+    sets.scale_sets.lease = timedelta(seconds=300.0)
+    outage = Outage(fails, error=error)
+    sets.listen(outage.hook)
+    (job,) = sets.queue(seconds=300.0)
+    await interrupt(sets, job)
+    await asyncio.sleep(5.0)
+    (lost,) = sets.in_state(State.RUNNING)
+    outage.lasts = True
+    if restarts:
+        await sets.stop_listeners()
+    sets.cut_power(lost, "a test")
+    await sets.sweep()
+    if restarts:
+        sets.listen(outage.hook)
+    await asyncio.sleep(30.0)
+    assert record_of(sets, job).lost_at is None
+    outage.lasts = False
+    await sets.wait_for(lambda: record_of(sets, job).lost_at is not None, 30.0)
+    await sets.wait_for(lambda: job.is_over, 400.0)
+
+
+@pytest.mark.parametrize("error", [Unavailable("no answer"), UserError("refused")], ids=["no answer", "refused"])
+async def test_interrupted_jobs_are_found_although_the_first_search_fails(
+    sets: DemandWorld, error: RemudaError
+) -> None:
     sets.listen()
     (job,) = sets.queue(seconds=300.0)
     await interrupt(sets, job)
     await sets.wait_for(lambda: job.is_over, 200.0)
     await sets.stop_listeners()
-    outage = Outage("store.recent_jobs")
+    outage = Outage("store.recent_jobs", error=error)
     outage.lasts = True
     sets.listen(outage.hook)
     await asyncio.sleep(20.0)

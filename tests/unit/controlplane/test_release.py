@@ -7,6 +7,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from remuda.cli.rendering.results import release_document
 from remuda.controlplane.context import CONCURRENCY, CONFLICT_ATTEMPTS, transition
 from remuda.controlplane.release import ReleaseResult, ReleaseStatus
@@ -123,6 +125,36 @@ async def test_instance_of_another_run_is_skipped(world: PoolWorld) -> None:
     assert statuses(result) == ["skipped"]
     assert "another provision" in result.outcomes[0].why
     assert world.in_state(State.RUNNING) == [instance.instance_id]
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before a call", "after a call"])
+async def test_instance_that_another_run_gets_meanwhile_is_left_to_it(is_late: bool) -> None:  # noqa: FBT001
+    """Another release of the run and a claim of another one, at each call of the release."""
+    for at_call in range(1, 30):
+        world = PoolWorld()
+        await world.configure()
+        instance = await world.one()
+        calls = 0
+
+        async def hook(_name: str, call: Call, world: PoolWorld = world, at_call: int = at_call) -> Any:
+            nonlocal calls
+            calls += 1
+            answer = await call() if is_late else None
+            if calls == at_call:
+                await world.release()
+                if world.in_state(State.IDLE):
+                    await world.one("2")
+            return answer if is_late else await call()
+
+        await world.release(process=world.process(hook))
+        record = world.record(instance.instance_id)
+        assert (record.state, record.run_id) in {(State.RUNNING, "2"), (State.IDLE, "")}, f"at call {at_call}"
+        world.check()
+        await world.end()
+        if calls < at_call:
+            assert at_call > 4
+            return
+    raise AssertionError("the release makes more calls than expected")
 
 
 async def test_unexpected_states_are_reported_and_others_released(world: PoolWorld) -> None:

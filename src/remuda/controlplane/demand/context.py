@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from datetime import tzinfo
-from typing import Any
+from typing import Any, TypeVar
 
 from remuda.controlplane.context import Context
 from remuda.domain.errors import RemudaError
+from remuda.ports.clock import retry
 from remuda.ports.demand import DemandSource, DemandStore
 from remuda.ports.launch import InstanceLaunch
 from remuda.ports.metrics import MetricWriter
+
+T = TypeVar("T")
+
+#: Attempts of work that nothing else would do again, and the seconds between them: the two minutes of a spot notice.
+INSIST_ATTEMPTS = 24
+INSIST_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +37,16 @@ class DemandContext:
     launch: InstanceLaunch | None = None
     #: Whether the process with that owner's name is known to have ended.
     has_ended: Callable[[str], bool] = lambda _: False
+
+
+async def insist(context: Context, name: str, work: Callable[[], Awaitable[T]]) -> T:
+    """Repeat work that nothing else would do again, for about two minutes. Failures are logged as `name`-failed."""
+
+    def pause_s(error: RemudaError, _attempt: int) -> float:
+        context.event_log.record(f"{name}-failed", error.message)
+        return INSIST_PAUSE_S
+
+    return await retry(work, attempts=INSIST_ATTEMPTS, pause_s=pause_s, clock=context.clock)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -70,6 +70,7 @@ class ListenerLease:
                     await self._write(current)
                     return
             except Conflict:
+                await pause_before_retry(self._context)
                 continue
             except Unavailable as error:
                 self._context.event_log.record("read-failed", error.message)

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
-from remuda.controlplane.context import Context, retry_write
-from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
+from remuda.controlplane.context import Context
+from remuda.controlplane.demand.context import BackgroundTasks, DemandContext, insist
 from remuda.controlplane.demand.machines import KnownMachine, MachineTable
 from remuda.controlplane.demand.sets import SetState, find_job
 from remuda.domain.demand import CANCELLED, SUCCESSES, JobRecord, Loss, find_loss
@@ -63,13 +64,13 @@ class LostJobs:
 
     async def _record(self, state: SetState, job_id: str, instance: Instance, report: Report | None) -> None:
         context, runner = self._context, instance.assignment.runner_name if instance.assignment else ""
-        histories = await context.store.histories([instance.instance_id])
+        histories = await insist(context, "lost-job", lambda: context.store.histories([instance.instance_id]))
         loss = find_loss(instance.instance_id, histories.get(instance.instance_id, ()), epoch=instance.epoch)
         if loss is None:
             # It was released in between: its job had ended.
             state.lost.pop(runner, None)
             return
-        job = await find_job(self._demand.store, job_id, instance)
+        job = await insist(context, "lost-job", lambda: find_job(self._demand.store, job_id, instance))
         if job is None or (job.completed_at is not None and job.result.lower() not in CANCELLED):
             return
         await self._write(state, job, loss, instance_id=instance.instance_id)
@@ -77,11 +78,8 @@ class LostJobs:
 
     async def _write(self, state: SetState, job: JobRecord, loss: Loss, *, instance_id: str) -> None:
         context, facts = self._context, {"runner_set": state.name, "run_id": job.run_id, "job_id": job.job_id}
-        await retry_write(
-            context,
-            lambda: state.amend_job(self._demand, job.job_id, lost_at=loss.at, lost_detail=loss.detail),
-            **facts,
-        )
+        lost: dict[str, Any] = {"lost_at": loss.at, "lost_detail": loss.detail}
+        await insist(context, "lost-job", lambda: state.amend_job(self._demand, job.job_id, **lost))
         context.event_log.record("job-lost", loss.detail, instance_id=instance_id, **facts)
 
     def check_late(self, job: JobRecord, config: PoolConfig, table: MachineTable) -> None:
@@ -125,7 +123,7 @@ class LostJobs:
     async def _check(self, jobs: Sequence[JobRecord], config: PoolConfig) -> None:
         losses: Mapping[str, tuple[Loss, Report | None]] = {}
         try:
-            losses = await self._find_losses(jobs, config)
+            losses = await insist(self._context, "lost-jobs", lambda: self._find_losses(jobs, config))
         finally:
             for job in jobs:
                 state = self._find(job.runner_set)

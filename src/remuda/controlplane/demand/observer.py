@@ -108,8 +108,8 @@ class MachineObserver:
         records, unreadable = await skip_unreadable(context.store.get_many(differing))
         for instance_id in differing:
             machine = table.get(instance_id)
-            # A task of this process may have changed it meanwhile, and knows better.
-            changed = machine is not None and machine.instance != known.get(instance_id)
+            # A task of this process may have changed or removed it meanwhile, and knows better.
+            changed = (machine.instance if machine is not None else None) != known.get(instance_id)
             if instance_id in unreadable or changed or (machine is not None and machine.handled):
                 continue
             record = records.get(instance_id)

@@ -9,19 +9,16 @@ from datetime import datetime, timedelta
 from functools import partial
 
 from remuda.controlplane.context import Context
-from remuda.controlplane.demand.context import BackgroundTasks, DemandContext
+from remuda.controlplane.demand.context import INSIST_ATTEMPTS, INSIST_PAUSE_S, BackgroundTasks, DemandContext
 from remuda.controlplane.demand.machines import KnownMachine
 from remuda.controlplane.demand.sets import SetState, find_job
 from remuda.domain.demand import SUCCESSES, JobRecord, Lease
-from remuda.domain.errors import Conflict, NotFound, RemudaError, Unavailable, UserError
+from remuda.domain.errors import Conflict, NotFound, RemudaError, UserError
 from remuda.domain.instance import Instance, State
 from remuda.domain.resources import is_repository
 from remuda.domain.signals import Report
 from remuda.domain.timestamps import to_milliseconds
 
-#: Attempts to record an interruption, and the seconds between them: together the two minutes of a spot notice.
-RECORD_ATTEMPTS = 24
-RECORD_PAUSE_S = 5.0
 #: Seconds between two reads of a run that has not ended.
 POLL_S = 60.0
 #: Hours after the interruption in which a run must end to be run again.
@@ -88,13 +85,13 @@ class InterruptedJobs:
 
     async def _record(self, find: Callable[[], Awaitable[JobRecord | None]]) -> None:
         """Record it, also if the store does not answer at first, or the job is named only later."""
-        for _ in range(RECORD_ATTEMPTS):
+        for _ in range(INSIST_ATTEMPTS):
             try:
                 if await self._try_to_record(await find()):
                     return
-            except (Conflict, Unavailable) as error:
+            except RemudaError as error:
                 self._context.event_log.record("interruption-failed", error.message)
-            await self._context.clock.sleep(RECORD_PAUSE_S)
+            await self._context.clock.sleep(INSIST_PAUSE_S)
 
     async def _try_to_record(self, job: JobRecord | None) -> bool:
         """Return whether nothing is left to do."""
@@ -130,9 +127,9 @@ class InterruptedJobs:
         while True:
             try:
                 jobs = await self._demand.store.recent_jobs(MAX_JOBS, since=since)
-            except Unavailable as error:
+            except RemudaError as error:
                 self._context.event_log.record("rerun-failed", error.message)
-                await self._context.clock.sleep(RECORD_PAUSE_S)
+                await self._context.clock.sleep(INSIST_PAUSE_S)
             else:
                 break
         for job in jobs:

@@ -50,6 +50,8 @@ class SetSession:
         self._session: DemandSession | None = None
         self._failures = 0
         self._handled_messages = 0
+        #: Changed jobs that `on_job` was not called with yet. A message that comes again changes nothing.
+        self._untold: dict[str, JobRecord] = {}
 
     @property
     def _context(self) -> Context:
@@ -170,15 +172,17 @@ class SetSession:
         counted_at = to_milliseconds(self._context.with_true_time().clock.now())
         state.record = replace(state.record, counted_at=counted_at)
         self._note_completed(config, jobs.values())
+        self._untold.update(jobs)
         state.wake()
         await state.save(self._demand, jobs, capacity=capacity)
         started = [event for event in message.events if event.kind is JobEventKind.STARTED]
         await map_concurrently(started, lambda event: self._binder.bind(state, config, event))
+        untold, self._untold = self._untold, {}
+        for job in untold.values():
+            self._on_job(job)
         await self._acknowledge(session, message.message_id)
         self._handled_messages += 1
         await self._acquire_available(session, message.events)
-        for job in jobs.values():
-            self._on_job(job)
 
     async def _acknowledge(self, session: DemandSession, message_id: int) -> None:
         """Only an acknowledged message counts as the last one: GitHub does not send it again to who names its id.
