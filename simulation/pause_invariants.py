@@ -34,6 +34,8 @@ SESSION_S, SESSION_MOST_S, CONFLICT_S, THROTTLED_S = 1.0, 60.0, 10.0, 1.0
 LAUNCH_LEAST_S = 2.5
 #: Seconds before a pause in which a machine may have come to the pool that is acquired in it.
 CAME_S = 120.0
+#: Seconds that a batch of acquisitions may go on after its first machine.
+CONCURRENT_S = 5.0
 #: Steps of a machine: the first and the longest pause.
 STEP_S, STEP_MOST_S = 2.0, 16.0
 #: Removals of a registration by an agent: the first and the longest pause. The shortest is half of it.
@@ -77,6 +79,8 @@ class PauseInvariants:
         self._removals: dict[tuple[str, int], _Series] = {}
         #: When machines of each class came to the pool.
         self._came: dict[str, list[float]] = {}
+        #: When each set had got a machine last.
+        self._acquired_at: dict[str, float] = {}
         #: Short waits that each agent may make.
         self._short_waits: Counter[str] = Counter()
         #: The last renewal of the lease by each listener, and how long it had been paused by then.
@@ -101,7 +105,12 @@ class PauseInvariants:
         if process.kind != "listener":
             return
         name, now = facts.get("runner_set", ""), self._now
-        if action in {"session-failed", "session-lost"} and name:
+        if action in {"lease-lost", "standby"}:
+            # Its next turn begins anew.
+            for known in (self._sessions, self._launches):
+                for key in [key for key in known if key[0] == process.name]:
+                    del known[key]
+        elif action in {"session-failed", "session-lost"} and name:
             series = self._sessions.setdefault((process.name, name), _Series())
             series.add(now, process, "" if action == "session-lost" else why)
             series.is_refused = bool(facts.get("fix")) or self._is_refused(name)
@@ -163,7 +172,10 @@ class PauseInvariants:
         # A later pause is longer, unless an instance that has booted shows that launches work.
         if self._now - series.at >= LAUNCH_LEAST_S - TICK_S or process.last_fault_at > series.at:
             return
-        series.attempts += 1
+        if self._acquired_at.get(name, -CONCURRENT_S) > series.at - CONCURRENT_S:
+            # Another batch had begun before the failure and tells its success after it.
+            return
+        series.attempts += provision.count
         came = sum(at > series.at - CAME_S for at in self._came.get(provision.resource_class, ()))
         if series.attempts > came:
             text = f"{series.attempts} machines {self._now - series.at:.1f} s after {series.failures} failures in a row"
@@ -173,6 +185,7 @@ class PauseInvariants:
         """A set has a machine. If it is for a job, its launches work, or it found one in the pool."""
         provision = self._world.database.provisions.by_id(record.provision_id)
         if provision is None or "for the pool" not in provision.request_summary:
+            self._acquired_at[record.runner_set] = self._now
             self._end_launches(record.runner_set)
 
     def reported(self, report: Report) -> None:
