@@ -287,10 +287,10 @@ MUTANTS: tuple[Mutant, ...] = (
         expression(_SIGNALS, "removal_verdict", "Signal.UD_REMOVE_REG_REMOVE_RUN_OK", "Signal.UD_REMOVE_REG_OK"),
     ),
     _mutant(
-        "launch-before-its-record",
+        "launch-without-its-record",
         BugClass.ORDER,
-        "machines for a set are launched while the record of their launch is still being written",
-        statements(_ACQUISITION, "_Batch._launch", "await asyncio.shield(...)", "pass"),
+        "machines for a set are launched, and nothing says so before",
+        expression(_ACQUISITION, "_Batch._launch", "self._record.store()", "asyncio.sleep(0)"),
         settings=_SETS,
     ),
     _mutant(

@@ -89,7 +89,7 @@ QUICK_OF_DEMAND = (
     "fork-by-its-event",
     "configuration-kept-while-bound",
     "listener-before-the-boot",
-    "launch-before-its-record",
+    "launch-without-its-record",
     "second-job-of-a-registration",
 )
 #: Worlds whose GitHub knows when runs end, with what may keep a sweep from reading it.
