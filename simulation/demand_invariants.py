@@ -315,7 +315,15 @@ class DemandInvariants:
         if runner_set is None or self._fills or not is_alone or not _LOSSES.issuperset(world.faults.counts):
             return
         self.checks += 1
-        jobs = [job for job in world.scale_sets.open_jobs if self._waits_for(job, runner_set) and job.fails_at is None]
+        # The job for which it was decided may have been cancelled just now.
+        decided_at = world.clock.now() - timedelta(seconds=DECIDED_S)
+        cancelled = [
+            job
+            for job in world.scale_sets.jobs
+            if job.ended_at is not None and job.ended_at > decided_at and job.started_at is None
+        ]
+        waiting = [*world.scale_sets.open_jobs, *cancelled]
+        jobs = [job for job in waiting if self._waits_for(job, runner_set) and job.fails_at is None]
         hot = max((window.hot for window in runner_set.windows), default=0)
         supply, returning = self.supply(runner_set.name), self._returning(runner_set.name)
         if len(supply) + len(returning) + request.count > len(jobs) + hot:

@@ -242,7 +242,7 @@ class MemoryScaleSets:
 
     def ended(self, job: MemoryDemandJob, result: str, *, runner: MemoryRunner | None = None) -> None:
         runner = runner or self._runner_of(job)
-        job.conclusion = result
+        job.conclusion, job.ended_at = result, self.clock.now()
         event = self._event(
             JobEventKind.COMPLETED,
             job,

@@ -85,6 +85,7 @@ class MemoryDemandJob(MemoryJob):
     started_at: datetime | None = None
     #: When GitHub fails it, because its runner is gone.
     fails_at: datetime | None = None
+    ended_at: datetime | None = None
     lapses: int = 0
     #: Not assigned before this time.
     waits_until: datetime

@@ -85,7 +85,7 @@ QUICK_OF_DEMAND = (
     "free-capacity-announced",
     "lease-without-expiry",
     "surplus-without-deregistration",
-    "completed-is-spent",
+    "acknowledged-and-forgotten",
     "fork-by-its-event",
     "configuration-kept-while-bound",
     "listener-before-the-boot",
