@@ -52,12 +52,13 @@ OTHER: dict[str, Any] = {
 
 
 def process(**known: Any) -> Any:
-    return SimpleNamespace(task=object(), desired=None, **known)
+    return SimpleNamespace(task=object(), desired=None, skew_s=0.0, **known)
 
 
 @pytest.fixture
 def ownership() -> Ownership:
-    world: Any = SimpleNamespace(delayed_writer=None, faults=SimpleNamespace(counts=Counter[Fault]()))
+    clock = SimpleNamespace(now=lambda: at(100))
+    world: Any = SimpleNamespace(delayed_writer=None, faults=SimpleNamespace(counts=Counter[Fault]()), clock=clock)
     return Ownership(world)
 
 
@@ -138,7 +139,12 @@ def test_the_record_of_a_set_does_not_go_back(ownership: Ownership) -> None:
         assert list(ownership.demand_written(before, replace(before, **changed), writer)), changed
     newer = replace(before, last_message_id=8, counted_at=at(30), statistics=DemandStatistics(assigned=1))
     assert not list(ownership.demand_written(before, newer, writer))
-    # Another listener may have read an earlier record.
+    # Two counts in the same millisecond.
+    recent = replace(newer, last_message_id=9, counted_at=at(100), statistics=DemandStatistics(assigned=2))
+    assert not list(ownership.demand_written(newer, recent, writer))
+    more = replace(recent, statistics=DemandStatistics(assigned=3))
+    assert not list(ownership.demand_written(recent, more, writer))
+    # Another listener may have read an earlier record, and by another clock.
     assert not list(ownership.demand_written(newer, before, process()))
 
 
