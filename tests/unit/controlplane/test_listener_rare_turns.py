@@ -293,3 +293,39 @@ async def test_runner_that_github_keeps_for_an_unknown_job_is_given_up_as_soon_a
     await sets.wait_for(lambda: len(asked) == 2, 90.0)
     waits_s = TAKEN_FOR_S + SET_LIFETIMES.surplus_grace_s
     assert waits_s <= asked[1] - asked[0] < waits_s + 1.0
+
+
+async def test_claimed_machine_whose_registration_github_keeps_is_asked_about_ever_more_slowly(
+    sets: DemandWorld,
+) -> None:
+    """Its listener has died after the registration, and GitHub has given a job to the runner that never starts."""
+    await sets.warm(1)
+    is_dead, asked, test_is_over = False, 0, asyncio.Event()
+
+    async def die_after_the_registration(name: str, call: Call) -> Any:
+        nonlocal is_dead
+        if is_dead:
+            await test_is_over.wait()
+        answer = await call()
+        is_dead = is_dead or name == "source.register"
+        if is_dead:
+            await test_is_over.wait()
+        return answer
+
+    async def keep_the_registration(name: str, call: Call) -> Any:
+        nonlocal asked
+        if name == "source.deregister":
+            asked += 1
+            return Deletion.BUSY
+        return await call()
+
+    sets.listen(die_after_the_registration)
+    (job,) = sets.queue()
+    await sets.wait_for(lambda: is_dead)
+    sets.scale_sets.ended(job, "canceled")
+    second = sets.listen(keep_the_registration)
+    await sets.wait_for(lambda: asked, 60.0)
+    await asyncio.sleep(10.0)
+    assert asked <= 4
+    assert any(event == "step-failed" and "keeps its registration" in why for event, why in second.events)
+    test_is_over.set()

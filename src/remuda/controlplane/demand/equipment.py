@@ -227,6 +227,9 @@ class Equipment:
         deletion = Deletion.DELETED
         if runner_id:
             deletion = await self._demand.source.deregister(state.runner_set, runner_id)
+        if deletion is Deletion.BUSY and instance.state is State.CLAIMED:
+            # The job cannot start here: the configuration of this runner has died with its listener.
+            raise Unavailable(f"GitHub keeps its registration of {instance.instance_id}, because of a job")
         if deletion is Deletion.BUSY:
             machine.take(self._context.clock.now())
             self._context.event_log.record(

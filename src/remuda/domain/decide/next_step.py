@@ -71,7 +71,7 @@ class RegistrationRemoval(Enum):
     BY_AGENT = "by-agent"
     #: Through GitHub's API, before the instance is released. GitHub refuses while a job runs: then the instance stays.
     BY_API = "by-api"
-    #: There is none: its only job has used it up.
+    #: There is none: its only job has used it up, or the listener has just removed it.
     USED_UP = "used-up"
     #: It was not recorded, so there is probably none. The listener of a set looks for it; otherwise a sweep finds it.
     NOT_RECORDED = "not-recorded"
