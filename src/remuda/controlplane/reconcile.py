@@ -76,18 +76,18 @@ async def leave(
     why: str,
     claim: str | None = None,
     removal: Credential | None = None,
-) -> Instance | None:
-    """Take an instance from its holder. Return its record, or None if it has a job and stays.
+) -> Instance:
+    """Take an instance from its holder. Return its record.
 
     `claim` limits the write to what was claimed or launched with this token, for rollbacks. `removal` is the removal
     token; without it, one is made.
     """
-    event: End | Release | None
+    event: End | Release
     if isinstance(leaving, Terminate):
         event = End(reason=RetireReason.RELEASED, claim=claim)
     else:
-        event = await _release_event(context, config, instance, leaving, by=by, claim=claim, removal=removal)
-    return None if event is None else await transition(context, instance, event, by=by, why=why)
+        event = await _release_event(context, config, instance, leaving, claim=claim, removal=removal)
+    return await transition(context, instance, event, by=by, why=why)
 
 
 async def _release_event(
@@ -96,20 +96,10 @@ async def _release_event(
     instance: Instance,
     leaving: Leave,
     *,
-    by: Actor,
-    claim: str | None = None,
-    removal: Credential | None = None,
-) -> Release | None:
-    """The event that releases an instance, after its registration was removed if that comes first; None if it is busy.
-
-    Example: for `BY_API`, GitHub is asked to delete the runner. It refuses, because a job has just started, and the
-    instance stays with its set.
-    """
+    claim: str | None,
+    removal: Credential | None,
+) -> Release:
     deregistered = leaving.removal is RegistrationRemoval.USED_UP
-    if leaving.removal is RegistrationRemoval.BY_API:
-        if not await _deregister(context, instance, by=by):
-            return None
-        deregistered = True
     credential = None
     if leaving.removal is RegistrationRemoval.BY_AGENT:
         credential = removal or await removal_credential(context, config, instance.scope)
@@ -177,21 +167,6 @@ def binding_of_unknown_job(config: PoolConfig, report: Report | None, *, set_tie
         max_runtime_s=config.lifetimes.max_runtime_s,
         margin_s=config.lifetimes.margin_s,
     )
-
-
-async def _deregister(context: Context, instance: Instance, *, by: Actor) -> bool:
-    """Remove the registration of a runner of a set. Return whether it certainly has no job any more.
-
-    A registration that is gone may have been used up by a job that no one has recorded: a trusted machine is retired.
-    """
-    assignment = instance.assignment
-    if context.github is None or assignment is None or not assignment.runner_id:
-        return False
-    deletion = await context.github.delete_runner(instance.scope, assignment.runner_id)
-    context.event_log.record("deregistered", deletion.value, instance_id=instance.instance_id)
-    if deletion is Deletion.GONE:
-        await retire_after_unknown_job(context, instance, by=by)
-    return deletion is not Deletion.BUSY
 
 
 async def retire_after_unknown_job(context: Context, instance: Instance, *, by: Actor) -> Instance:

@@ -202,10 +202,7 @@ class _InstanceReleaser:
                     await self._leave(instance, leaving, "released before it was ready")
                     await remove_jit_registration(self._context, instance)
                     return _outcome(instance, ReleaseStatus.RETIRED, "it was still booting")
-                left = await self._leave(instance, leaving, "by its workflow")
-                if left is None:
-                    return _outcome(instance, ReleaseStatus.SKIPPED, "it has a job of its runner set")
-                instance = left
+                instance = await self._leave(instance, leaving, "by its workflow")
             except Conflict as conflict:
                 if not isinstance(conflict.current, Instance) or conflict.current == instance:
                     return _outcome(instance, ReleaseStatus.SKIPPED, "its time is up; refresh will retire it")
@@ -214,7 +211,7 @@ class _InstanceReleaser:
                 instance = conflict.current
         raise Conflict(f"the record of {instance.instance_id} keeps changing")
 
-    async def _leave(self, instance: Instance, leaving: Terminate | Leave, why: str) -> Instance | None:
+    async def _leave(self, instance: Instance, leaving: Terminate | Leave, why: str) -> Instance:
         return await leave(self._context, self._config, instance, leaving, by=Actor.RELEASE, why=why)
 
     async def _finish(self, instance: Instance) -> ReleaseOutcome:

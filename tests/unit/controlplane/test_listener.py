@@ -25,8 +25,6 @@ from remuda.controlplane.demand.rerun import POLL_S, InterruptedJobs
 from remuda.controlplane.demand.sets import new_state
 from remuda.controlplane.operator import drain
 from remuda.controlplane.read.status import status
-from remuda.controlplane.reconcile import leave
-from remuda.domain.decide.next_step import Leave, RegistrationRemoval, leave_holder
 from remuda.domain.demand import DemandRecord, DemandStatistics, JobEvent, JobEventKind, JobRecord
 from remuda.domain.errors import CapacityError, Conflict, Unavailable
 from remuda.domain.holder import Holder, SetHolder, StartedJob
@@ -42,7 +40,7 @@ from remuda.ports.machine import StepResult
 from simulation.invariants import SCOPE
 from simulation.memory.demand import MemoryDemandSession
 from simulation.memory.github import MemoryDemandJob
-from tests.support.records import in_set, job_record, pool_config
+from tests.support.records import job_record
 from tests.support.set_world import DemandWorld, runner_set, window
 from tests.support.virtual_time import AmbiguousAnswer, Call, failing
 
@@ -1060,19 +1058,6 @@ async def test_once_records_why_a_set_cannot_be_served(sets: DemandWorld, monkey
     result = await DemandListener(demand).run_once()
     assert result.errors == ("large: GitHub is down",)
     assert (await demand.store.get_demand())["large"].error == "GitHub is down"
-
-
-@pytest.mark.parametrize("missing", ["credential", "assignment", "registration"])
-async def test_runner_whose_registration_cannot_be_removed_may_have_a_job(sets: DemandWorld, missing: str) -> None:
-    record = replace(in_set(State.RUNNING), scope=SCOPE)
-    assert record.assignment is not None
-    registered = replace(record.assignment, runner_id=0 if missing == "registration" else 7)
-    record = replace(record, assignment=None if missing == "assignment" else registered)
-    process = sets.process(credentialed=missing != "credential")
-    leaving = leave_holder(record)
-    assert leaving == Leave(removal=RegistrationRemoval.BY_API)
-    assert await leave(process, pool_config(), record, leaving, by=Actor.REFRESH, why="a test") is None
-    assert "github" not in process.calls.by_service()
 
 
 async def test_refresh_leaves_a_runner_without_a_report_alone(sets: DemandWorld) -> None:

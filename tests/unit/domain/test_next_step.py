@@ -364,9 +364,9 @@ def test_job_that_nobody_has_recorded_protects_a_listening_runner_until_its_dead
         (State.RUNNING, {}, report(busy=True), Leave(removal=RegistrationRemoval.BY_AGENT)),
         # The claim of a set may have been interrupted between the registration and its record.
         (State.CLAIMED, OF_SET, None, Leave(removal=RegistrationRemoval.NOT_RECORDED)),
-        # Any job of the set may start at this moment: only GitHub knows.
-        (State.RUNNING, OF_SET, None, Leave(removal=RegistrationRemoval.BY_API)),
-        (State.RUNNING, OF_SET, report(spent_epoch=1), Leave(removal=RegistrationRemoval.BY_API)),
+        # Any job of the set may start at this moment: only GitHub knows, and tells the listener.
+        (State.RUNNING, OF_SET, None, None),
+        (State.RUNNING, OF_SET, report(spent_epoch=1), None),
         # Its one job is over, and its registration with it.
         (State.RUNNING, OF_SET, report(spent_epoch=2), Leave(removal=RegistrationRemoval.USED_UP)),
         # Nobody holds it.

@@ -215,10 +215,8 @@ class Equipment:
     async def release(self, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         """Release a machine that has no job, and whose registration GitHub has removed."""
         leaving = Leave(removal=RegistrationRemoval.USED_UP)
-        instance = await leave(self._context, config, machine.instance, leaving, by=Actor.LISTENER, why=why)
-        if instance is not None:
-            self._note(instance)
-            await _give_up(machine)
+        self._note(await leave(self._context, config, machine.instance, leaving, by=Actor.LISTENER, why=why))
+        await _give_up(machine)
 
     async def withdraw(self, state: SetState, config: PoolConfig, machine: KnownMachine, why: str) -> None:
         """Remove the registration of a machine without a job, then release it. If it has a job, it keeps it."""

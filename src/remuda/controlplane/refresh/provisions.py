@@ -79,9 +79,8 @@ def _may_settle(config: PoolConfig, provision: Provision, now: datetime) -> bool
 
 async def _take_back(context: Context, config: PoolConfig, instance: Instance, why: str) -> RefreshResult:
     leaving = leave_holder(instance)
-    # After the release of a set's instance: None if it has a job, or may have one.
-    left = await leave(context, config, instance, leaving, by=Actor.REFRESH, why=why) if leaving else None
-    if left is None:
+    if leaving is None:
         return RefreshResult()
+    left = await leave(context, config, instance, leaving, by=Actor.REFRESH, why=why)
     taken = RefreshResult(rolled_back=(instance.instance_id,))
     return replace(taken, retired={instance.instance_id: why}) if left.state in ABSORBING else taken

@@ -61,8 +61,8 @@ async def _release(observed: Observed, instance: Instance, report: Report) -> bo
     context, config, leaving = observed.context, observed.config, leave_holder(instance, report)
     if not isinstance(leaving, Leave):
         return False
-    after = await leave(context, config, instance, leaving, by=Actor.REFRESH, why="its job has ended")
-    return after is not None
+    await leave(context, config, instance, leaving, by=Actor.REFRESH, why="its job has ended")
+    return True
 
 
 def _is_binding_due(observed: Observed, instance: Instance, unrecorded: Anomaly) -> bool:

@@ -69,8 +69,6 @@ class RegistrationRemoval(Enum):
 
     #: By its agent, before it stops the runner, with a removal token. GitHub refuses while a job runs.
     BY_AGENT = "by-agent"
-    #: Through GitHub's API, before the instance is released. GitHub refuses while a job runs: then the instance stays.
-    BY_API = "by-api"
     #: There is none: its only job has used it up, or the listener has just removed it.
     USED_UP = "used-up"
     #: It was not recorded, so there is probably none. The listener of a set looks for it; otherwise a sweep finds it.
@@ -93,7 +91,10 @@ Step = Write | NewCredential | Publish
 
 
 def leave_holder(instance: Instance, report: Report | None = None) -> Terminate | Leave | None:
-    """Decide how an instance leaves the run or the set that holds it; None if nobody holds it.
+    """Decide how an instance leaves the run or the set that holds it; None if it does not.
+
+    Nobody holds it, or it may have a job of a set. GitHub tells only the set's listener whether its registration has a
+    job, so only the listener takes it away before its end (`domain.supply`).
 
     A new instance is terminated, because its agent may still be starting a runner, and no one has used it. Every other
     one has been in the pool, or is as good as those in it, and returns there after its reset.
@@ -107,7 +108,7 @@ def leave_holder(instance: Instance, report: Report | None = None) -> Terminate 
     if instance.state is State.CLAIMED:
         return Leave(removal=RegistrationRemoval.NOT_RECORDED)
     is_spent = report is not None and report.spent_epoch == instance.epoch
-    return Leave(removal=RegistrationRemoval.USED_UP if is_spent else RegistrationRemoval.BY_API)
+    return Leave(removal=RegistrationRemoval.USED_UP) if is_spent else None
 
 
 def next_step(instance: Instance, report: Report | None, policy: PoolPolicy, *, now: datetime) -> Step | None:
