@@ -262,18 +262,7 @@ class JobRecord:
 
     def with_event(self, event: JobEvent, *, now: datetime) -> JobRecord:
         """Merge an event. Events may come twice, late or in another order; what is known stays."""
-        merged = replace(
-            self,
-            run_id=event.run_id or self.run_id,
-            repository=event.repository or self.repository,
-            workflow=event.workflow or self.workflow,
-            display_name=event.display_name or self.display_name,
-            event=event.event or self.event,
-            labels=event.labels or self.labels,
-            queued_at=self.queued_at or event.queued_at,
-            assigned_at=self.assigned_at or event.assigned_at,
-            runner_name=event.runner_name or self.runner_name,
-        )
+        merged = _merged(self, event)
         if event.kind is JobEventKind.STARTED:
             return replace(merged, started_at=self.started_at or event.started_at or now)
         if event.kind is JobEventKind.COMPLETED:
@@ -290,22 +279,29 @@ class JobRecord:
         if stored is None:
             return replace(self, revision=0)
         return replace(
-            stored,
-            run_id=self.run_id or stored.run_id,
-            repository=self.repository or stored.repository,
-            workflow=self.workflow or stored.workflow,
-            display_name=self.display_name or stored.display_name,
-            event=self.event or stored.event,
-            labels=self.labels or stored.labels,
-            queued_at=stored.queued_at or self.queued_at,
-            assigned_at=stored.assigned_at or self.assigned_at,
+            _merged(stored, self),
             started_at=stored.started_at or self.started_at,
             completed_at=stored.completed_at or self.completed_at,
             result=self.result or stored.result,
-            runner_name=self.runner_name or stored.runner_name,
             instance_id=self.instance_id or stored.instance_id,
             forget_at=max(filter(None, (self.forget_at, stored.forget_at)), default=None),
         )
+
+
+def _merged(known: JobRecord, newer: JobEvent | JobRecord) -> JobRecord:
+    """The newer texts, if there are any, and the times that were known first."""
+    return replace(
+        known,
+        run_id=newer.run_id or known.run_id,
+        repository=newer.repository or known.repository,
+        workflow=newer.workflow or known.workflow,
+        display_name=newer.display_name or known.display_name,
+        event=newer.event or known.event,
+        labels=newer.labels or known.labels,
+        queued_at=known.queued_at or newer.queued_at,
+        assigned_at=known.assigned_at or newer.assigned_at,
+        runner_name=newer.runner_name or known.runner_name,
+    )
 
 
 def count_waiting(statistics: DemandStatistics, known: Iterable[JobRecord] = (), *, queued: int = 0) -> int:
