@@ -86,26 +86,13 @@ async def leave(
     if isinstance(leaving, Terminate):
         event = End(reason=RetireReason.RELEASED, claim=claim)
     else:
-        event = await _release_event(context, config, instance, leaving, claim=claim, removal=removal)
+        credential, is_removed = None, leaving.removal is RegistrationRemoval.USED_UP
+        if leaving.removal is RegistrationRemoval.BY_AGENT:
+            credential = removal or await removal_credential(context, config, instance.scope)
+            is_removed = await remove_jit_registration(context, instance)
+        release_time_s = config.lifetimes.release_time_s
+        event = Release(release_time_s=release_time_s, credential=credential, claim=claim, deregistered=is_removed)
     return await transition(context, instance, event, by=by, why=why)
-
-
-async def _release_event(
-    context: Context,
-    config: PoolConfig,
-    instance: Instance,
-    leaving: Leave,
-    *,
-    claim: str | None,
-    removal: Credential | None,
-) -> Release:
-    deregistered = leaving.removal is RegistrationRemoval.USED_UP
-    credential = None
-    if leaving.removal is RegistrationRemoval.BY_AGENT:
-        credential = removal or await removal_credential(context, config, instance.scope)
-        deregistered = await remove_jit_registration(context, instance)
-    release_time_s = config.lifetimes.release_time_s
-    return Release(release_time_s=release_time_s, credential=credential, claim=claim, deregistered=deregistered)
 
 
 async def _renew_credential(context: Context, config: PoolConfig, instance: Instance, *, by: Actor) -> Instance:
