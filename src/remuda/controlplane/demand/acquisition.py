@@ -135,8 +135,6 @@ class _Batch:
         #: Workers that may still find a machine in the pool. The others are launched together.
         self._undecided = count
         self._all_decided = asyncio.Event()
-        #: The write of the record, which the workers that need a launch share.
-        self._intent: asyncio.Future[None] | None = None
         self._error: RemudaError | None = None
         self._has_launched = False
         self.has_failed = False
@@ -232,9 +230,7 @@ class _Batch:
     async def _launch(self, acquired: AcquiredInstances) -> Instance:
         """Launch a machine, together with the others that the batch needs."""
         await self._all_decided.wait()
-        if self._intent is None:
-            self._intent = asyncio.ensure_future(self._record.store())
-        await asyncio.shield(self._intent)
+        await self._record.store()
         instance = await self._creation.create_one(self._plan, acquired)
         self._has_launched = True
         return instance

@@ -6,6 +6,8 @@ each machine by the machine's own record. So nothing depends on its end, and a s
 
 from __future__ import annotations
 
+import asyncio
+
 from remuda.controlplane.context import Context, record_intent
 from remuda.controlplane.provision.outcome import OutcomeRecorder
 from remuda.domain.errors import Interrupted, RemudaError
@@ -25,20 +27,25 @@ class AcquisitionRecord:
         self.recorder = OutcomeRecorder(context.clock)
         self._context = context
         self._keep_s = config.lifetimes.keep_records_s
+        self._writing: asyncio.Future[None] | None = None
         self._is_stored = False
         #: Machines that are still to be acquired or given up.
         self._open = provision.count
-        self._acquired: list[str] = []
+        self._acquired = 0
         self._failure: RemudaError | None = None
 
     async def store(self) -> None:
-        """Write it, before the launch of its machines."""
+        """Write it, before the launch of its machines. All that are launched share one write."""
+        self._writing = self._writing or asyncio.ensure_future(self._write())
+        await asyncio.shield(self._writing)
+
+    async def _write(self) -> None:
         await record_intent(self._context, self.provision)
         self._is_stored = True
 
     async def acquired(self, instance: Instance) -> None:
         """The runner of one machine starts."""
-        self._acquired.append(instance.instance_id)
+        self._acquired += 1
         source = RunnerSource.CREATED if instance.epoch == 1 else RunnerSource.POOL
         self.recorder.acquire(instance.instance_id, source)
         await self._end_one()
@@ -70,6 +77,6 @@ class AcquisitionRecord:
         outcome = self.recorder.outcome(
             error=failure.describe(MAX_ERROR) if failure else "", exit_code=failure.exit_code if failure else 0
         )
-        why = failure.message if failure else f"{len(self._acquired)} of {self.provision.count} machines were started"
+        why = failure.message if failure else f"{self._acquired} of {self.provision.count} machines were started"
         ended = released(self.provision, now=now, why=why, ending=ending, outcome=outcome)
         return settled(ended, forget_at=after(now, self._keep_s))
