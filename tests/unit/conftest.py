@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from remuda.domain.runner_set import RunnerSet
 from simulation.loop import new_loop
 from tests.support.agents import AgentFixture
 from tests.support.mutations import LONG, SHORT
+from tests.support.set_world import DemandWorld, runner_set
 from tests.support.world import PoolWorld
 
 settings.register_profile("new", deadline=None)
@@ -34,6 +36,22 @@ async def world() -> AsyncIterator[PoolWorld]:
     """A configured pool without instances. At the end time passes until every instance must be terminated."""
     world = PoolWorld()
     await world.configure()
+    yield world
+    world.check()
+    await world.end()
+
+
+@pytest.fixture
+def served_sets() -> tuple[RunnerSet, ...]:
+    """The runner sets of `sets`: `large`. Modules that need others override it."""
+    return (runner_set(),)
+
+
+@pytest.fixture
+async def sets(served_sets: tuple[RunnerSet, ...]) -> AsyncIterator[DemandWorld]:
+    """A pool with runner sets. At the end the listeners stop, and every instance ends."""
+    world = DemandWorld()
+    await world.configure_sets(*served_sets)
     yield world
     world.check()
     await world.end()

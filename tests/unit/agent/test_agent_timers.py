@@ -90,48 +90,37 @@ async def reads(pattern: str) -> list[float]:
     return pauses
 
 
-async def registrations(pattern: str) -> list[float]:
+def calls_of(name: str, before: Callable[[AgentFixture, Outcomes], None]) -> Callable[[str], Awaitable[list[float]]]:
+    """The pauses between calls of a method of the runner. `before` decides the outcome of each call."""
+
     def prepare(fixture: AgentFixture, outcomes: Outcomes) -> None:
-        register = fixture.runner.register
+        method = getattr(fixture.runner, name)
 
-        async def fail(assignment: Assignment) -> Any:
+        async def call(assignment: Assignment) -> Any:
             outcomes.begin()
-            outcomes.end()
-            return await register(assignment)
+            before(fixture, outcomes)
+            return await method(assignment)
 
-        fixture.runner.register = fail  # type: ignore[method-assign]
+        setattr(fixture.runner, name, call)
 
-    return await measure(pattern, prepare)
+    async def run(pattern: str) -> list[float]:
+        return await measure(pattern, prepare)
 
-
-async def removals(pattern: str) -> list[float]:
-    def prepare(fixture: AgentFixture, outcomes: Outcomes) -> None:
-        remove = fixture.runner.remove
-
-        async def fail(assignment: Assignment) -> Any:
-            outcomes.begin()
-            if outcomes.next() == FAILS:
-                fixture.runner.removals = [RemovalStatus.UNREACHABLE]
-            return await remove(assignment)
-
-        fixture.runner.remove = fail  # type: ignore[method-assign]
-
-    return await measure(pattern, prepare)
+    return run
 
 
-async def starts(pattern: str) -> list[float]:
-    def prepare(fixture: AgentFixture, outcomes: Outcomes) -> None:
-        start = fixture.runner.start
+def register(_: AgentFixture, outcomes: Outcomes) -> None:
+    outcomes.end()
 
-        async def fail(assignment: Assignment) -> None:
-            outcomes.begin()
-            if outcomes.next() == FAILS:
-                fixture.runner.exits = [2]
-            await start(assignment)
 
-        fixture.runner.start = fail  # type: ignore[method-assign]
+def remove(fixture: AgentFixture, outcomes: Outcomes) -> None:
+    if outcomes.next() == FAILS:
+        fixture.runner.removals = [RemovalStatus.UNREACHABLE]
 
-    return await measure(pattern, prepare)
+
+def start(fixture: AgentFixture, outcomes: Outcomes) -> None:
+    if outcomes.next() == FAILS:
+        fixture.runner.exits = [2]
 
 
 async def heartbeats(pattern: str) -> list[float]:
@@ -162,9 +151,9 @@ async def heartbeats(pattern: str) -> list[float]:
 BACKOFFS = (
     Backoff(name="waits for a change", pauses=PAUSES, run=waits),
     Backoff(name="reads of the record", pauses=PAUSES, run=reads),
-    Backoff(name="registrations", pauses=PAUSES, run=registrations),
-    Backoff(name="removals of a registration", pauses=PAUSES, run=removals),
-    Backoff(name="starts of the runner", pauses=PAUSES, run=starts, most_failures=4),
+    Backoff(name="registrations", pauses=PAUSES, run=calls_of("register", register)),
+    Backoff(name="removals of a registration", pauses=PAUSES, run=calls_of("remove", remove)),
+    Backoff(name="starts of the runner", pauses=PAUSES, run=calls_of("start", start), most_failures=4),
     Backoff(name="heartbeats", pauses=[(BEAT_S, BEAT_S)], run=heartbeats),
 )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -46,16 +45,6 @@ from tests.support.virtual_time import AmbiguousAnswer, Call, failing
 
 #: Seconds for which GitHub keeps a job whose runner is gone.
 LEASE_S = 600.0
-
-
-@pytest.fixture
-async def sets() -> AsyncIterator[DemandWorld]:
-    """A pool with the runner set `large`. At the end the listeners stop, and every instance ends."""
-    world = DemandWorld()
-    await world.configure_sets()
-    yield world
-    world.check()
-    await world.end()
 
 
 async def test_job_gets_a_new_machine_which_returns_to_the_pool(sets: DemandWorld) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,6 @@ from remuda.domain.instance import State
 from remuda.domain.resources import Tier
 from tests.support.set_world import LABELS, DemandWorld, runner_set, window
 from tests.support.virtual_time import Call, Killed
-
-
-@pytest.fixture
-async def sets() -> AsyncIterator[DemandWorld]:
-    """A pool with the runner set `large`. At the end the listeners stop, and every instance ends."""
-    world = DemandWorld()
-    await world.configure_sets()
-    yield world
-    world.check()
-    await world.end()
 
 
 async def test_started_job_is_bound_although_its_message_could_not_be_recorded(sets: DemandWorld) -> None:

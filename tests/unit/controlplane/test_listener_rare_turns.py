@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,7 +15,7 @@ from remuda.domain.demand import JobRecord
 from remuda.domain.errors import RemudaError, Throttled, Unavailable, UserError
 from remuda.domain.holder import SetHolder, StartedJob
 from remuda.domain.instance import State
-from remuda.domain.runner_set import CapacityWindow
+from remuda.domain.runner_set import CapacityWindow, RunnerSet
 from remuda.ports.github import Deletion, GitHubRun
 from simulation.invariants import SCOPE
 from simulation.memory.github import MemoryDemandJob
@@ -27,12 +26,8 @@ FAILED = GitHubRun(run_id=77, status="completed", conclusion="failure", head_rep
 
 
 @pytest.fixture
-async def sets() -> AsyncIterator[DemandWorld]:
-    world = DemandWorld()
-    await world.configure_sets(runner_set(rerun_on_interruption=True))
-    yield world
-    world.check()
-    await world.end()
+def served_sets() -> tuple[RunnerSet, ...]:
+    return (runner_set(rerun_on_interruption=True),)
 
 
 class Outage:

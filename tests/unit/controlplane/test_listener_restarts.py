@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from remuda.domain.demand import DemandMessage, JobEvent, JobEventKind
 from remuda.domain.errors import Unavailable
 from remuda.domain.instance import State
 from remuda.domain.pool_config import parse_runner_name
+from remuda.domain.runner_set import RunnerSet
 from remuda.ports.github import GitHubRun
 from simulation.invariants import POOL, SCOPE
 from simulation.memory.github import MemoryDemandJob
@@ -30,12 +31,8 @@ RUN = GitHubRun(run_id=77, status="in_progress", conclusion="", head_repository=
 
 
 @pytest.fixture
-async def sets() -> AsyncIterator[DemandWorld]:
-    world = DemandWorld()
-    await world.configure_sets(runner_set(rerun_on_interruption=True))
-    yield world
-    world.check()
-    await world.end()
+def served_sets() -> tuple[RunnerSet, ...]:
+    return (runner_set(rerun_on_interruption=True),)
 
 
 class MessageCut(Cut):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
@@ -19,16 +18,6 @@ from remuda.domain.supply import SupplyPlan
 from tests.support.backoffs import now_s
 from tests.support.set_world import DemandWorld, runner_set, window
 from tests.support.virtual_time import Call, in_virtual_time
-
-
-@pytest.fixture
-async def sets() -> AsyncIterator[DemandWorld]:
-    world = DemandWorld()
-    await world.configure_sets()
-    yield world
-    world.check()
-    await world.end()
-
 
 # Intervals --------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -27,15 +26,6 @@ class FakeLaunch:
             raise self.errors.pop(0)
         self.completed += 1
         return self.completed == 1
-
-
-@pytest.fixture
-async def sets() -> AsyncIterator[DemandWorld]:
-    world = DemandWorld()
-    await world.configure_sets()
-    yield world
-    world.check()
-    await world.end()
 
 
 async def test_listener_that_serves_completes_its_launch(sets: DemandWorld) -> None:
